@@ -1,0 +1,30 @@
+# Two commands do all on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PYTEST := $(BIN)/pytest -n 2
+
+.PHONY: demo test test-all lint types
+
+demo: $(STAMP)
+	$(BIN)/gtpgraph demo
+
+test: lint types
+	$(PYTEST) -m "not slow and not gpu and not multi_gpu"
+
+test-all: lint types
+	$(PYTEST)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# The stamp is newer than what it was made from, or the environment is brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@

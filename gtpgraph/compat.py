@@ -1,0 +1,224 @@
+"""Every private or release-dependent torch API that gtpgraph uses, each behind one name.
+
+Tried on torch 2.11.0 and 2.13.0. A function says what it stands on; nothing else in the package may
+reach into a private name, so a new torch release is checked by reading this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed import Store
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def backward_id() -> int | None:
+    """Identity of the backward pass running on this thread, or None outside one.
+
+    Stands on ``torch._C._current_graph_task_id`` (-1 outside). A forward that runs while this is
+    not None is a recomputation of an activation checkpoint.
+    """
+    task = int(torch._C._current_graph_task_id())
+    return None if task == -1 else task
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass of this thread ends; call inside a backward."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue(callback)
+
+
+def default_store() -> Store:
+    """The rendezvous store of the job: keys and values only, never a collective.
+
+    Stands on ``torch.distributed.distributed_c10d._get_default_store``.
+    """
+    from torch.distributed import distributed_c10d
+
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def frame_ids() -> tuple[int, int] | None:
+    """(frame, compile of that frame) that Dynamo is compiling, or None outside a compile.
+
+    Stands on ``torch._guards.CompileContext``; the second number counts recompilations.
+    """
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_id is None or compile_id.frame_compile_id is None:
+        return None
+    return int(compile_id.frame_id), int(compile_id.frame_compile_id)
+
+
+def num_graph_breaks() -> int:
+    """Graph breaks that Dynamo has counted in this process (``torch._dynamo.utils.counters``)."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def grad_of_input(desc: object) -> int | None:
+    """Position, among the traced graph's inputs, of the input whose gradient an output is.
+
+    `desc` is one entry of ``output.meta["desc"]`` of an AOT backward or joint graph.
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if isinstance(desc, d.GradAOTOutput):
+        return input_position(desc.grad_of)
+    return None
+
+
+def input_position(desc: object) -> int | None:
+    """Position that an AOT input descriptor names, or None for a tangent, a seed, a subclass part."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    return int(desc.idx) if isinstance(desc, d.PlainAOTInput) else None
+
+
+def example_of(placeholder: fx.Node) -> object:
+    """The live object that Dynamo bound to a placeholder (a Parameter stays that Parameter)."""
+    grapharg = placeholder.meta.get("grapharg")
+    return None if grapharg is None else grapharg.example
+
+
+def is_backward_node(node: fx.Node) -> bool:
+    """Whether a joint graph's node was traced in the backward (2.11 has no other mark)."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def tag_recompute(node: fx.Node) -> None:
+    """Ask both partitioners to recompute `node` in the backward rather than save it.
+
+    ``ac_graph_id`` orders checkpointed regions; one id for all of ours keeps the partitioner from
+    saving the edge between two of them.
+    """
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The FakeTensorMode of a graph's example inputs."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(list(inputs))
+    if mode is None:
+        raise RuntimeError(
+            "no fake mode: expected the example inputs of an AOT graph to be fake tensors, "
+            f"got {[type(i).__name__ for i in inputs][:4]}."
+        )
+    return mode
+
+
+@contextmanager
+def eager_backward_compile() -> Iterator[None]:
+    """Lower backward graphs together with their forward, and keep them out of AOT's own cache.
+
+    The plan must be known before the first backward; and a hit in AOTAutogradCache would skip the
+    passes, which carry live state. Stands on ``torch._functorch.config``.
+    """
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        yield
+
+
+def aot_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    fw: Callable[..., Any],
+    bw: Callable[..., Any],
+    inference: Callable[..., Any],
+    on_joint: Callable[[fx.Graph], None],
+) -> Callable[..., Any]:
+    """AOTAutograd with the min-cut partitioner; `on_joint` sees the joint graph before it is cut."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kw: Any) -> Any:
+        on_joint(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kw)
+
+    compiler = aot_autograd(
+        fw_compiler=fw, bw_compiler=bw, inference_compiler=inference, partition_fn=partition
+    )
+    compiled: Callable[..., Any] = compiler(gm, list(inputs))
+    return compiled
+
+
+def boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark `fn(list_of_args)` as taking its arguments in one list that it may empty."""
+    fn._boxed_call = True  # type: ignore[attr-defined]
+    return fn
+
+
+def call_boxed(compiled: Any, args: list[Any]) -> Any:
+    """Call a lowered graph, boxed or not."""
+    return compiled(args) if getattr(compiled, "_boxed_call", False) else compiled(*args)
+
+
+# Inductor's default reorderings undo the placement of waits and reports (measured on both
+# releases); fx_graph_cache stays on: sites, offsets and scales are constants of the graph, so they
+# are part of its key.
+INDUCTOR_ORDER = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+
+def inductor_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    inner: Callable[..., Any],
+    on_joint: Callable[[fx.Graph], None],
+    identity: str,
+) -> Callable[..., Any]:
+    """The whole Inductor pipeline with `inner(gm, inputs, **kw)` in place of its last stage.
+
+    `identity` becomes part of the cache keys for what `on_joint` does to the joint graph.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class _OnJoint(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            on_joint(graph)
+
+        def uuid(self) -> str:
+            return identity
+
+    patches: dict[str, Any] = {"joint_custom_pre_pass": _OnJoint(), **INDUCTOR_ORDER}
+    compiled: Callable[..., Any] = compile_fx(
+        gm, list(inputs), inner_compile=inner, config_patches=patches
+    )
+    return compiled
+
+
+def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor with nothing of ours."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(gm, list(inputs))
+    return compiled
+
+
+def inductor_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kw: Any) -> Any:
+    """Inductor's last stage, post-grad passes and code generation, on one partitioned graph."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, list(inputs), **kw)
+
+
+def mark_visible_outputs(output: fx.Node) -> None:
+    """Renew Inductor's list of outputs whose strides must be kept, after outputs were removed."""
+    if "user_visible_output_idxs" in output.meta:
+        leaves = output.args[0]
+        assert isinstance(leaves, (tuple, list))
+        kept = [i for i, n in enumerate(leaves) if isinstance(n, fx.Node)]
+        was = output.meta["user_visible_output_idxs"]
+        output.meta["user_visible_output_idxs"] = kept if was else []

@@ -1,0 +1,1 @@
+"""How a backward becomes a graph with explicit readiness."""

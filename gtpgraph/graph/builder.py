@@ -1,0 +1,219 @@
+"""Compile one region: from Dynamo's graph to a `Region`, with the passes in between.
+
+In: a graph captured by Dynamo and the live Parameters among its inputs. Out: lowered forward and
+backward callables, wrapped by a `Region` that the wrapper knows. The two lowerings share everything
+but the last stage, see `gtpgraph.graph.lower`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from gtpgraph import compat
+from gtpgraph.graph.agree import agree_on_order
+from gtpgraph.graph.chains import chain_of, check_patterns
+from gtpgraph.graph.occurrences import region_plan
+from gtpgraph.graph.plan import GRAPHED
+from gtpgraph.graph.region import Region, RegionSite, declare_calls
+from gtpgraph.graph.sites import (
+    GraphWeight,
+    Use,
+    contributions,
+    find_uses,
+    grad_outputs,
+    is_reduce,
+)
+from gtpgraph.graph.verify import Checked, Expected, verify
+from gtpgraph.parallel.data_parallel import DistributedDataParallel
+from gtpgraph.parallel.weights import WeightState, state_of
+from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
+from gtpgraph.passes.pipeline import BackwardRequest, rewrite_backward, rewrite_forward
+from gtpgraph.passes.regather import regather_pass
+from gtpgraph.passes.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a model is compiled; see :func:`gtpgraph.compile`."""
+
+    lowering: str = "inductor"
+    ungraphed: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    reduces_in_flight: int = 1
+
+    def check(self) -> None:
+        """Raise one ValueError that lists every option out of range."""
+        bad = []
+        if self.lowering not in ("eager", "inductor"):
+            bad.append(f"lowering: expected 'eager' or 'inductor', got {self.lowering!r}")
+        if isinstance(self.ungraphed, str):
+            bad.append(f"ungraphed: expected a list of patterns, got {self.ungraphed!r}")
+        if self.reduces_in_flight < 0:
+            bad.append(f"reduces_in_flight: expected 0 or more, got {self.reduces_in_flight}")
+        if bad:
+            raise ValueError("gtpgraph.compile: " + "; ".join(bad) + ".")
+
+    @property
+    def identity(self) -> str:
+        """What the passes do to a joint graph, for compile caches."""
+        return f"gtpgraph-joint-1:reshard={self.reshard_after_forward}"
+
+
+def weights_of(gm: fx.GraphModule) -> dict[int, WeightState]:
+    """Trainable wrapped weights among a captured graph's inputs, by input position.
+
+    Raises:
+        ValueError: trainable Parameters without main_grad, or weights of two wrappers.
+    """
+    found: dict[int, WeightState] = {}
+    unowned = []
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        example = compat.example_of(node)
+        if not (isinstance(example, nn.Parameter) and example.requires_grad):
+            continue
+        state = state_of(example)
+        if state is None:
+            unowned.append(f"{node.name} {tuple(example.shape)}")
+        else:
+            found[position] = state
+    if unowned:
+        raise ValueError(
+            "gtpgraph backend: expected trainable weights with main_grad, got none for "
+            + ", ".join(unowned[:8])
+            + ". Wrap the model first: gtpgraph.DistributedDataParallel(gtpgraph.shard(model))."
+        )
+    wrappers = {id(state.wrapper()) for state in found.values()}
+    if len(wrappers) > 1:
+        raise ValueError(
+            "gtpgraph backend: expected one region to hold the weights of one wrapper, got "
+            f"{len(wrappers)} wrappers in one graph. Compile each wrapped model by itself."
+        )
+    return found
+
+
+class RegionBuilder:
+    """State of one region's compilation, between the callbacks of a lowering."""
+
+    def __init__(
+        self, states: dict[int, WeightState], options: CompileOptions, owner: object = None
+    ) -> None:
+        wrapper = next(iter(states.values())).wrapper()
+        assert wrapper is not None
+        self.wrapper: DistributedDataParallel = wrapper
+        self.options = options
+        self.owner = owner
+        self.region: Region | None = None
+        self._states = states
+        self._weights = {
+            p: GraphWeight(s.index, s.fqn, s.spec is not None) for p, s in states.items()
+        }
+        self._uses: dict[int, tuple[Use, ...]] = {}
+        self._owed: Counter[int] = Counter()
+        self._forward_order = ""
+        check_patterns(options.ungraphed, [f for s in wrapper.states for f in s.fqns])
+
+    # -- callbacks of a lowering ----------------------------------------------------------------
+
+    def on_joint(self, joint: fx.Graph) -> None:
+        """Read uses and contributions off the joint graph, and tag it for regathering."""
+        self._uses = find_uses(joint, self._weights)
+        self._owed = Counter()
+        for _, source, node in grad_outputs(joint):
+            weight = self._weights.get(source)
+            if weight is not None:
+                leaves = contributions(node, is_reduce) if weight.is_gtp else [node]
+                self._owed[weight.index] += len(leaves)
+        if self.options.reshard_after_forward:
+            regather_pass(joint)
+
+    def on_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Lower the forward graph's gathers, in place."""
+        rewrite_forward(gm, compat.fake_mode_of(inputs))
+
+    def on_backward(
+        self, gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> tuple[Region, list[Tensor]]:
+        """Rewrite and verify the backward graph, in place.
+
+        Returns the region and the fake inputs of the placeholders that were appended.
+        """
+        fake_mode = compat.fake_mode_of(inputs)
+        before = str(gm.graph)
+        buckets = self._bucket_inputs(fake_mode)
+        request = BackwardRequest(
+            self._weights, self._uses, self._places(), self._chains(), buckets,
+            self.wrapper.options.gtp_wire_dtype, self.options.reduces_in_flight, fake_mode,
+        )  # fmt: skip
+        inserted, snapshot = rewrite_backward(gm, request)
+        self.region = self._make_region(gm, inserted, snapshot)
+        self.region.texts = {"before": before, "after": str(gm.graph)}
+        extra = [buckets[b].flat for b in inserted.buckets]
+        return self.region, extra + [buckets[b].beta for b in inserted.buckets]
+
+    # -- what the passes need -------------------------------------------------------------------
+
+    def _places(self) -> dict[int, Place]:
+        return {
+            s.index: Place(s.bucket.number, s.member.slot, s.member.offset, s.scale)
+            for s in self._states.values()
+        }
+
+    def _chains(self) -> dict[int, str]:
+        return {s.index: chain_of(s.fqns, self.options.ungraphed) for s in self._states.values()}
+
+    def _bucket_inputs(self, fake_mode: Any) -> dict[int, BucketInputs]:
+        numbers = sorted({s.bucket.number for s in self._states.values()})
+        inputs = {}
+        for number in numbers:
+            bucket = self.wrapper.buckets[number]
+            flat = fake_mode.from_tensor(bucket.flat, static_shapes=True)
+            beta = fake_mode.from_tensor(bucket.zeros, static_shapes=True)
+            inputs[number] = BucketInputs(flat, beta)
+        return inputs
+
+    def _make_region(
+        self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot
+    ) -> Region:
+        wrapper = self.wrapper
+        name = wrapper.name_region(compat.frame_ids())
+        plan = region_plan(name, gm.graph, inserted, wrapper.states)
+        self._verify(gm, inserted, snapshot, plan.occurrences, name)
+        by_fqn = {s.fqn: s for s in wrapper.states}
+        calls = declare_calls(plan, by_fqn, dict(self._owed))
+        sites = [
+            [RegionSite(wrapper.states[s.weight.index], s.use) for s in group]
+            for group in (inserted.sites, inserted.extra)
+        ]
+        agree_on_order(wrapper, name, gm.graph, plan)
+        region = Region(
+            wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
+            self.owner, self.options.lowering,
+        )  # fmt: skip
+        wrapper.add_region(region)
+        return region
+
+    def _verify(
+        self,
+        gm: fx.GraphModule,
+        inserted: Inserted,
+        snapshot: Snapshot,
+        occurrences: Sequence[Any],
+        name: str,
+    ) -> None:
+        chains, places = self._chains(), self._places()
+        expected = [
+            Expected(
+                s.fqn, position, self._owed[s.index], chains[s.index],
+                s.spec.group_name if s.spec else "", places[s.index],
+            )
+            for position, s in self._states.items()
+        ]  # fmt: skip
+        checked = Checked(gm.graph, expected, occurrences, len(inserted.extra), snapshot)
+        assert all(o.chain == GRAPHED for o in occurrences) or self.options.ungraphed
+        verify(checked, name)

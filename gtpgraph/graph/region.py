@@ -1,0 +1,147 @@
+"""A region at run time: what surrounds its lowered forward and backward graphs.
+
+In: the arguments that AOTAutograd passes. Out: its results, with None where a gradient was finalised
+inside. Around the backward graph::
+
+    may it run? -> append flat buffers and betas -> run (grad_ready ops call back here)
+                -> were the reports those of the plan? -> finalise the UNGRAPHED wgrads eagerly
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gtpgraph import compat
+from gtpgraph.graph.chains import group_occurrences
+from gtpgraph.graph.plan import RegionPlan
+from gtpgraph.kernels.readiness import recording
+from gtpgraph.parallel.data_parallel import DistributedDataParallel
+from gtpgraph.parallel.ready import RegionCalls
+from gtpgraph.parallel.weights import WeightState
+
+
+@dataclass(frozen=True)
+class RegionSite:
+    """A site as the running region needs it: whose contribution, and which use of the weight."""
+
+    state: WeightState
+    use: int
+
+
+def declare_calls(
+    plan: RegionPlan, by_fqn: dict[str, WeightState], uses: dict[int, int]
+) -> RegionCalls:
+    """What a region owes for each forward call, from its plan grouped as it will be dispatched."""
+    sites: Counter[int] = Counter()
+    for occurrences in group_occurrences(plan.occurrences).values():
+        sites.update(by_fqn[o.weight].index for o in occurrences)
+    sites.update(by_fqn[e.weight].index for e in plan.excluded)
+    return RegionCalls(plan.name, dict(sites), uses)
+
+
+@dataclass(eq=False)
+class Region:
+    """One captured piece of a model, compiled once.
+
+    `sites` are GRAPHED, by site number; `leaving` are the UNGRAPHED contributions, in the order of
+    the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders; `removed`
+    are output positions that the graph no longer has.
+    """
+
+    wrapper: DistributedDataParallel
+    plan: RegionPlan
+    calls: RegionCalls
+    sites: Sequence[RegionSite]
+    leaving: Sequence[RegionSite]
+    buckets: Sequence[int]
+    removed: Sequence[int]
+    owner: object = None
+    lowering: str = "eager"
+    texts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def wrap_forward(self, compiled: Any) -> Callable[..., Any]:
+        """The forward that counts its calls; recomputation inside a backward is not one."""
+
+        def forward(args: list[Any]) -> Any:
+            if compat.backward_id() is None:
+                self.wrapper.ledger.region_forward(self.calls)
+            return compat.call_boxed(compiled, args)
+
+        return compat.boxed(forward)
+
+    def wrap_backward(self, compiled: Any) -> Callable[..., Any]:
+        """The backward that finalises, reports, and returns None for what it finalised."""
+
+        def backward(args: list[Any]) -> list[Any]:
+            wrapper = self.wrapper
+            wrapper.enter_backward()
+            wrapper.ledger.region_backward(self.calls, sync=wrapper.sync)
+            owned = [wrapper.buckets[b] for b in self.buckets]
+            args.extend(bucket.flat for bucket in owned)
+            args.extend(bucket.beta() for bucket in owned)
+            run = _Run(self)
+            try:
+                with recording(run):
+                    outputs = list(compat.call_boxed(compiled, args))
+                run.check()
+            except BaseException:
+                wrapper.ledger.broken = True
+                raise
+            return self._finish(outputs)
+
+        return compat.boxed(backward)
+
+    def _finish(self, outputs: list[Any]) -> list[Any]:
+        kept = len(outputs) - len(self.leaving)
+        for site, wgrad in zip(self.leaving, outputs[kept:], strict=True):
+            self.wrapper.eager.push(site.state, wgrad, site.use, region=self.name)
+        results = outputs[:kept]
+        for position in self.removed:
+            results.insert(position, None)
+        return results
+
+
+class _Run:
+    """One execution of a region's backward: the recorder of its readiness ops."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.recorded: list[int] = []
+
+    def grad_ready(self, site: int) -> None:
+        """Record the occurrence where it happens, then report it."""
+        self.recorded.append(site)
+        region = self._region
+        state, use = region.sites[site].state, region.sites[site].use
+        state.bucket.filled[state.member.slot] = True
+        region.wrapper.ledger.settle(state.index)
+        region.wrapper.report(state, use, region.name)
+
+    def bucket_reduce(self, bucket: int) -> None:
+        """An in-graph reduction: the bucket leaves here."""
+        self._region.wrapper.ledger.dispatch(bucket)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless exactly the plan's occurrences ran, in the plan's order."""
+        expected = [o.site for o in self._region.plan.occurrences]
+        if self.recorded == expected:
+            return
+        names = [o.weight for o in self._region.plan.occurrences]
+        got = [names[s] if s < len(names) else f"site {s}" for s in self.recorded]
+        k = next(
+            (i for i, (a, b) in enumerate(zip(expected, self.recorded, strict=False)) if a != b),
+            min(len(expected), len(got)),
+        )
+        raise RuntimeError(
+            f"region {self._region.name}: expected the {len(expected)} occurrence(s) of its plan, "
+            f"got {len(got)}; first difference at occurrence {k}: expected "
+            f"{names[k] if k < len(names) else 'nothing'}, got {got[k] if k < len(got) else 'none'}"
+            ". The lowered graph dropped or moved readiness ops: compile with lowering='eager'."
+        )

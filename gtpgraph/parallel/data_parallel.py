@@ -1,0 +1,375 @@
+"""The data-parallel wrapper: main_grad buckets, readiness reports, and their reduction.
+
+In: a (sharded) model and its process groups. Out: persistent main_grads, one reduction per bucket
+that starts the moment the bucket's reports are in, and a check at the end of every step that the
+reports are exactly those that are owed. One step::
+
+    zero_grad_buffer() -> forward -> backward (contributions, reports, reductions start)
+                       -> finish_grad_sync() (late buckets, status of all ranks, wait)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gtpgraph import compat
+from gtpgraph.kernels.comm import HANDLE_ATTRIBUTE
+from gtpgraph.parallel.eager import EagerQueue, GradHandle
+from gtpgraph.parallel.process_groups import UNSET, ProcessGroups
+from gtpgraph.parallel.ready import ReadyLedger, Report
+from gtpgraph.parallel.setup import WrapperOptions, build_states, resolve_groups
+from gtpgraph.parallel.status import Exchange
+from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
+
+if TYPE_CHECKING:
+    from gtpgraph.graph.region import Region
+
+ReadyHook = Callable[[nn.Parameter, Report], None]
+
+
+class DistributedDataParallel(nn.Module):
+    """Own the gradients of a model's trainable weights, and reduce them bucket by bucket.
+
+    Args:
+        module: the model, after :func:`gtpgraph.shard`. Its weights get `main_grad`.
+        groups: its process groups; None means one process, and is refused under torch.distributed.
+        bucket_mb: size of a bucket's buffer in MiB; a larger weight has a bucket to itself.
+        grad_dtype: dtype of main_grad: torch.float32 or torch.bfloat16.
+        wire_dtype: dtype on the wire of both reductions; None for grad_dtype.
+        reduce: "reduce_scatter" (a rank ends up with its slice of a bucket) or "all_reduce".
+        overlap: start a bucket's reduction when its reports are in; False: at the end.
+        allow_unused: settle what no backward delivered with zeros instead of raising.
+        loss: "mean" (gradients are means over dp x cp x gtp) or "per_token" (sums).
+        timeout_s: how long a rank waits for the status of the others, in seconds.
+
+    Raises:
+        ValueError: no trainable weight, a group missing, an option out of range; nothing changed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ProcessGroups | None = None,
+        *,
+        bucket_mb: float = 32.0,
+        grad_dtype: torch.dtype = torch.float32,
+        wire_dtype: torch.dtype | None = None,
+        reduce: str = "reduce_scatter",
+        overlap: bool = True,
+        allow_unused: bool = False,
+        loss: str = "mean",
+        timeout_s: float = 60.0,
+    ) -> None:
+        options = WrapperOptions(bucket_mb, grad_dtype, wire_dtype, reduce, loss)
+        options.check()
+        resolved = resolve_groups(groups)
+        super().__init__()
+        self.module = module
+        self.groups = resolved
+        self.options = options
+        self.allow_unused = allow_unused
+        self.states, self.buckets = build_states(module, resolved, options, weakref.ref(self))
+        self.ledger = ReadyLedger(
+            [(s.fqn, s.bucket.number, s.spec is not None) for s in self.states],
+            len(self.buckets),
+            lambda number: self.buckets[number].start_reduce(),
+        )
+        self.ledger.overlap = overlap
+        self.exchange = self._make_exchange(timeout_s)
+        self.eager = EagerQueue(self)
+        self.reports: list[Report] = []
+        self.regions: list[Region] = []
+        self.order_exchanges = self._make_order_exchanges(timeout_s)
+        self.agreed_orders: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        self._frames: dict[int | None, list[str]] = {}
+        self._sync, self._closed, self._finished = True, False, False
+        self._backward_id: int | None = None
+        self._microbatch = -1
+        self._hooks = [self._attach(state) for state in self.states]
+
+    def _make_exchange(self, timeout_s: float) -> Exchange | None:
+        if self.groups.model is UNSET or self.groups.size("model") == 1:
+            return None
+        if dist.get_backend(self.groups.model) == "fake":
+            return None  # one process stands for all: nobody would answer
+        ranks = self.groups.ranks("model")
+        return Exchange(ranks, ranks[self.groups.rank("model")], timeout_s=timeout_s)
+
+    def _make_order_exchanges(self, timeout_s: float) -> dict[tuple[int, ...], Exchange]:
+        """One exchange for each set of ranks that shares a group of this wrapper, sorted."""
+        if self.exchange is None:
+            return {}
+        sets = {b.side.ranks for b in self.buckets} | {
+            tuple(s.spec.ranks) for s in self.states if s.spec is not None
+        }
+        rank = self.exchange.rank
+        return {r: Exchange(r, rank, timeout_s=timeout_s) for r in sorted(sets) if len(r) > 1}
+
+    def name_region(self, frame: tuple[int, int] | None) -> str:
+        """``r0``, ``r1``, ... by frame in order of compilation; ``r0.1`` compiles it again."""
+        names = self._frames.setdefault(frame[0] if frame else None, [])
+        first = names[0] if names else f"r{sum(map(bool, self._frames.values()))}"
+        names.append(first if not names else f"{first}.{len(names)}")
+        return names[-1]
+
+    def add_region(self, region: Region) -> None:
+        """Make a compiled region known: its calls are owed from now on."""
+        self.regions.append(region)
+        self.ledger.declare(region.calls)
+
+    def _attach(self, state: WeightState) -> torch.utils.hooks.RemovableHandle:
+        param = state.param
+        state.ready_hook = self._mark_ready
+        setattr(param, STATE_ATTRIBUTE, state)
+        param.main_grad = state.bucket.view(state.member)  # type: ignore[attr-defined]
+        if state.spec is not None:
+            setattr(param, HANDLE_ATTRIBUTE, GradHandle(self, state))
+        param.grad = None
+        return param.register_post_accumulate_grad_hook(_AutogradHook(self, state))
+
+    # -- the module -----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's forward, unchanged."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped model's state dict: its FQNs have no prefix."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's `load_state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(first FQN, weight) of every weight that the wrapper owns, in parameter order."""
+        return ((s.fqn, s.param) for s in self.states)
+
+    # -- readiness ------------------------------------------------------------------------------
+
+    def set_ready_hook(self, weight: nn.Parameter, hook: ReadyHook | None) -> None:
+        """Send the reports of `weight` to `hook(weight, report)`, or nowhere (None).
+
+        The wrapper's own hook counts reports and starts buckets; without it the weight still
+        accumulates, is not checked, and its bucket is reduced at the end of the step.
+
+        Raises:
+            ValueError: the weight is not one of this wrapper's.
+        """
+        state = self._state_of(weight)
+        state.ready_hook = hook
+        self.ledger.watch(state.index, hook == self._mark_ready)
+
+    def _mark_ready(self, weight: nn.Parameter, report: Report) -> None:
+        state: WeightState = getattr(weight, STATE_ATTRIBUTE)
+        self.ledger.report(state.index, captured=report.region is not None)
+
+    def report(self, state: WeightState, use: int, region: str | None) -> None:
+        """A contribution was finalised: tell the weight's hook, outside no_sync(), once."""
+        if self._sync and state.ready_hook is not None:
+            report = Report(state.fqn, use, region, self._microbatch)
+            self.reports.append(report)
+            state.ready_hook(state.param, report)
+
+    def finalise_eager(
+        self, state: WeightState, result: Tensor, use: int, region: str | None
+    ) -> None:
+        """Add a reduced contribution from outside a graph to main_grad, then report it.
+
+        `region` names the region that it left (the UNGRAPHED chain), which has declared it.
+        """
+        if region is None:
+            self.ledger.settle_eager(state.index, sync=self._sync)
+        else:
+            self.ledger.settle(state.index)
+        state.bucket.add(state.member, result, state.scale)
+        self.report(state, use, region)
+
+    @property
+    def sync(self) -> bool:
+        """Whether the running backward reports (False under `no_sync`)."""
+        return self._sync
+
+    def enter_backward(self) -> None:
+        """Called by whatever contributes, before it does; the first in a backward sets its end.
+
+        Raises:
+            RuntimeError: the wrapper is closed, or the step is finished and not started anew.
+        """
+        if self._closed:
+            raise RuntimeError(
+                "DistributedDataParallel: expected an open wrapper, got a backward after close(). "
+                "Its main_grads are gone: wrap the model again."
+            )
+        if self._finished:
+            raise RuntimeError(
+                "DistributedDataParallel: expected zero_grad_buffer() before the next backward, "
+                "got a backward after finish_grad_sync(): main_grads hold reduced gradients."
+            )
+        current = compat.backward_id()
+        if current is not None and current != self._backward_id:
+            self._backward_id = current
+            self._microbatch += 1
+            compat.after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.eager.drain()
+        self._backward_id = None
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def zero_grad_buffer(self) -> None:
+        """Start a step: main_grads count as empty, and no memory is touched."""
+        self._check_open("zero_grad_buffer")
+        self.eager.discard()
+        for bucket in self.buckets:
+            bucket.wait_reduce()
+            bucket.filled = [False] * len(bucket.members)
+        for state in self.states:
+            state.param.grad = None
+        self.ledger.start_step()
+        self.reports = []
+        self._finished, self._microbatch, self._backward_id = False, -1, None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The same as `zero_grad_buffer`; `.grad` of an owned weight is always None."""
+        self.zero_grad_buffer()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to main_grad and report nothing (all but the last microbatch).
+
+        Wrappers inside this one are silent too.
+        """
+        wrappers = [m for m in self.modules() if isinstance(m, DistributedDataParallel)]
+        before = [w._sync for w in wrappers]
+        for wrapper in wrappers:
+            wrapper._sync = False
+        try:
+            yield
+        finally:
+            for wrapper, sync in zip(wrappers, before, strict=True):
+                wrapper._sync = sync
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left, wait for every bucket, and check the step's reports.
+
+        Afterwards `main_grad` is final in the slice that this rank owns, or everywhere with
+        reduce="all_reduce". The ranks exchange their status through the store before anyone waits.
+
+        Raises:
+            RuntimeError: a weight reported too seldom, captured and eager counts disagree, or
+                another rank failed; the same text on every rank.
+        """
+        self._check_open("finish_grad_sync")
+        self.eager.drain()
+        self.check_ranks(self.ledger.faults(allow_unused=self.allow_unused))
+        for bucket in self.buckets:
+            self.ledger.dispatch(bucket.number)
+        for bucket in self.buckets:
+            bucket.wait_reduce()
+        self.ledger.close_step()
+        for state in self.states:
+            state.gathers = 0
+        self._finished = True
+
+    def check_ranks(self, faults: list[str]) -> None:
+        """Raise RuntimeError on all ranks of the model if any has a fault."""
+        self.ledger.broken = True  # until this returns
+        if self.exchange is not None:
+            self.exchange.step_status(faults)
+        elif faults:
+            lines = "".join(f"\n  {line}" for line in faults)
+            raise RuntimeError(f"the step's reports are not what is owed:{lines}")
+        self.ledger.broken = False
+
+    def forget_ready_counts(self) -> None:
+        """Learn eager ready counts anew in the next synchronised step."""
+        self.ledger.forget()
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the final gradients that this rank owns by `factor` (a scalar)."""
+        for bucket in self.buckets:
+            bucket.flat[bucket.own].mul_(factor)
+
+    def full_grad(self, fqn: str) -> Tensor:
+        """The whole gradient of a whole weight, unpadded, in grad_dtype, on every rank.
+
+        A collective over the weight's data-parallel and GTP groups, for tests and tools.
+
+        Raises:
+            ValueError: no owned weight is called `fqn`.
+        """
+        state = next((s for s in self.states if fqn in s.fqns), None)
+        if state is None:
+            known = [s.fqn for s in self.states]
+            raise ValueError(f"full_grad: expected one of {known}, got {fqn!r}.")
+        member = state.member
+        flat = state.bucket.whole()[member.offset : member.offset + member.numel]
+        local = flat.view(member.shape)
+        if state.spec is None:
+            return local.clone()
+        full: Tensor = torch.ops.gtpgraph.gather(local, state.spec.rows, state.spec.group_name)
+        return full.clone()
+
+    def close(self) -> None:
+        """Detach from the model: hooks, handles and main_grads are removed. Idempotent."""
+        if self._closed:
+            return
+        self.eager.discard()
+        for bucket in self.buckets:
+            bucket.wait_reduce()
+        for handle, state in zip(self._hooks, self.states, strict=True):
+            handle.remove()
+            for name in (STATE_ATTRIBUTE, HANDLE_ATTRIBUTE, "main_grad"):
+                if hasattr(state.param, name):
+                    delattr(state.param, name)
+        self._closed = True
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise RuntimeError(
+                f"DistributedDataParallel.{method}: expected an open wrapper, got a closed one. "
+                "Wrap the model again."
+            )
+
+    def _state_of(self, weight: nn.Parameter) -> WeightState:
+        state: WeightState | None = getattr(weight, STATE_ATTRIBUTE, None)
+        if state is None or state.wrapper() is not self:
+            raise ValueError(
+                f"expected a trainable weight of this wrapper, got a {type(weight).__name__} of "
+                f"shape {tuple(weight.shape)} without main_grad. Wrap the model that holds it."
+            )
+        return state
+
+
+class _AutogradHook:
+    """Takes what autograd accumulated for one weight; fires with `.grad` None too (ignored)."""
+
+    def __init__(self, wrapper: DistributedDataParallel, state: WeightState) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._state = state
+
+    def __call__(self, param: Tensor) -> None:
+        wrapper, state = self._wrapper(), self._state
+        grad, param.grad = param.grad, None
+        if grad is None or wrapper is None:
+            return
+        if state.spec is not None:
+            raise RuntimeError(
+                f"{state.fqn}: expected gradients through its gather alone, got one for the shard "
+                "itself: the model reads the Parameter (parameters(), _parameters) in its forward. "
+                "Read it as the module's attribute, or exclude it from shard()."
+            )
+        wrapper.enter_backward()
+        wrapper.finalise_eager(state, grad, 1, None)

@@ -1,0 +1,306 @@
+"""Who owes how many readiness reports, and when a bucket has received all of them.
+
+In: forward calls of regions, settled contributions and reports. Out: a call of `on_bucket` for each
+complete bucket, and the list of faults at the end of a step. No tensors, no collectives.
+
+What a weight owes has two parts. The captured part is declared: a region's forward calls under grad
+and outside recomputation, times its sites. The eager part is learned from the first synchronised
+step with the same set of regions; before that it is known only where it must be zero: a GTP weight
+that was not gathered eagerly in this step, or any weight of a region that covers the whole model.
+A weight is satisfied when no region call is outstanding and the eager part has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Report:
+    """One readiness report: the weight's first FQN, use k (from 1), region (None: eager) and the
+    backward pass of the step (from 0)."""
+
+    weight: str
+    use: int
+    region: str | None
+    microbatch: int
+
+
+@dataclass
+class RegionCalls:
+    """What one region declares, and its calls since the last finished step.
+
+    `sites` counts the occurrences of each weight (by index) in one backward; `uses` its uses, which
+    differ when contributions are coalesced.
+    """
+
+    name: str
+    sites: Mapping[int, int]
+    uses: Mapping[int, int]
+    whole_model: bool = False
+    forwards: int = 0
+    backwards: int = 0
+    synced: int = 0  # backwards that reported, that is outside no_sync()
+    calls_a_step: int | None = None  # forwards of the last finished step
+
+    @property
+    def outstanding(self) -> int:
+        return self.forwards - self.backwards
+
+
+@dataclass
+class _Weight:
+    name: str
+    bucket: int
+    is_gtp: bool
+    owed: int = 0  # occurrences of region calls that have not run backward yet
+    eager: int = 0  # reports made by eager finalisations
+    captured: int = 0  # reports made by regions
+    gathers: int = 0  # eager gathers under grad: an upper bound of the eager part
+    contributed: bool = False
+    watched: bool = True  # False: its reports go elsewhere, so its bucket leaves at the end
+    regions: list[RegionCalls] = field(default_factory=list)
+
+    @property
+    def reports(self) -> int:
+        return self.eager + self.captured
+
+
+class ReadyLedger:
+    """Counts of one data-parallel wrapper.
+
+    Args:
+        weights: (first FQN, bucket, is GTP-sharded), in the order of their indices.
+        num_buckets: buckets there are.
+        on_bucket: called with a bucket's number the moment its counts are met.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[tuple[str, int, bool]],
+        num_buckets: int,
+        on_bucket: Callable[[int], None],
+    ) -> None:
+        self._weights = [_Weight(*w) for w in weights]
+        self._members: list[list[int]] = [[] for _ in range(num_buckets)]
+        for index, weight in enumerate(self._weights):
+            self._members[weight.bucket].append(index)
+        self._on_bucket = on_bucket
+        self._learned: dict[frozenset[str], list[int]] = {}
+        self._regions: dict[str, RegionCalls] = {}
+        self._satisfied: list[set[int]] = [set() for _ in range(num_buckets)]
+        self.dispatched = [False] * num_buckets
+        self.overlap = True
+        self.broken = False
+
+    # -- what is owed ---------------------------------------------------------------------------
+
+    def declare(self, region: RegionCalls) -> None:
+        """Make a region known. A name that is compiled again replaces its predecessor."""
+        old = self._regions.get(region.name)
+        if old is not None:
+            for weight in self._weights:
+                weight.regions = [r for r in weight.regions if r is not old]
+        self._regions[region.name] = region
+        for index in region.sites:
+            self._weights[index].regions.append(region)
+
+    def region_forward(self, region: RegionCalls) -> None:
+        """A forward call under grad, outside recomputation: its backward is owed."""
+        region.forwards += 1
+        for index, count in region.sites.items():
+            weight = self._weights[index]
+            weight.owed += count
+            self._satisfied[weight.bucket].discard(index)
+
+    def forget_forward(self, region: RegionCalls) -> None:
+        """Take one forward call back: its backward will not come."""
+        if region.outstanding > 0:
+            region.forwards -= 1
+            for index, count in region.sites.items():
+                self._weights[index].owed -= count
+
+    def region_backward(self, region: RegionCalls, *, sync: bool) -> None:
+        """Entry to a region's backward, before anything is launched.
+
+        Raises:
+            RuntimeError: no forward call of the region is outstanding, or a bucket it adds to has
+                left already; the weights are named.
+        """
+        late = [i for i in region.sites if sync and self.dispatched[self._weights[i].bucket]]
+        if region.outstanding <= 0 or late:
+            names = [self._weights[i].name for i in (late or region.sites)]
+            raise RuntimeError(
+                f"region {region.name}: expected {region.forwards} backward(s) for as many forward "
+                f"calls, got one more (retain_graph and a second backward, or a backward after "
+                f"finish_grad_sync()); surplus reports of {_some(names)}. Call the model once for "
+                "each backward, and run all but the last under no_sync()."
+            )
+        region.backwards += 1
+        region.synced += sync
+
+    def settle(self, index: int) -> None:
+        """One captured contribution of the weight stands in main_grad."""
+        self._weights[index].owed -= 1
+        self._weights[index].contributed = True
+
+    def settle_eager(self, index: int, *, sync: bool) -> None:
+        """An eager contribution is about to be added.
+
+        Raises:
+            RuntimeError: the weight has reported as often as it owes, or its bucket has left.
+        """
+        weight = self._weights[index]
+        expected = self._expected_eager(index)
+        surplus = expected is not None and self._learned_here() and weight.eager >= expected
+        if sync and (self.dispatched[weight.bucket] or surplus):
+            raise RuntimeError(
+                f"{weight.name}: expected {weight.reports if expected is None else expected} eager "
+                f"finalisation(s) in this step (learned from an earlier one), got one more. Run "
+                "all but the last backward under no_sync(), or call forget_ready_counts() when the "
+                "model's use of its weights has changed."
+            )
+        weight.contributed = True
+
+    def watch(self, index: int, watched: bool) -> None:
+        """Whether the weight's reports come to this ledger."""
+        self._weights[index].watched = watched
+
+    def gathered(self, index: int) -> None:
+        """An eager gather under grad: the weight may have an eager use in this step."""
+        self._weights[index].gathers += 1
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def report(self, index: int, *, captured: bool) -> None:
+        """One readiness report; calls `on_bucket` when it completes the weight's bucket."""
+        weight = self._weights[index]
+        if captured:
+            weight.captured += 1
+        else:
+            weight.eager += 1
+        if self.overlap and self._is_satisfied(index):
+            done = self._satisfied[weight.bucket]
+            done.add(index)
+            if len(done) == len(self._members[weight.bucket]):
+                self.dispatch(weight.bucket)
+
+    def dispatch(self, bucket: int) -> None:
+        """Hand the bucket over, once."""
+        if not self.dispatched[bucket]:
+            self.dispatched[bucket] = True
+            self._on_bucket(bucket)
+
+    def _is_satisfied(self, index: int) -> bool:
+        weight = self._weights[index]
+        met = weight.owed == 0 and weight.eager == self._expected_eager(index)
+        return met and weight.watched
+
+    def _active(self) -> frozenset[str]:
+        return frozenset(r.name for r in self._regions.values() if r.forwards)
+
+    def _learned_here(self) -> bool:
+        return self._active() in self._learned
+
+    def _expected_eager(self, index: int) -> int | None:
+        learned = self._learned.get(self._active())
+        if learned is not None:
+            return learned[index]
+        weight = self._weights[index]
+        if any(r.whole_model and r.forwards for r in weight.regions):
+            return 0
+        return 0 if weight.is_gtp and weight.gathers == 0 and weight.regions else None
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def faults(self, *, allow_unused: bool) -> list[str]:
+        """What is wrong at the end of a synchronised step, one line a weight or region."""
+        lines = [] if allow_unused else self._short_regions()
+        for index, weight in enumerate(self._weights):
+            if not weight.watched:
+                continue
+            expected = self._learned.get(self._active(), [None] * len(self._weights))[index]
+            if not weight.reports and not weight.contributed and not allow_unused:
+                lines.append(
+                    f"{weight.name}: expected at least one readiness report, got none: no backward "
+                    "of this step reached it. Freeze it, use it, or wrap with allow_unused=True."
+                )
+            elif expected is not None and weight.eager != expected and not allow_unused:
+                lines.append(
+                    f"{weight.name}: expected {expected} eager report(s) (learned), got "
+                    f"{weight.eager}. Call forget_ready_counts() if the model's use has changed."
+                )
+        return lines + self._disagreements()
+
+    def _short_regions(self) -> list[str]:
+        return [
+            f"region {r.name}: expected {r.forwards} backward(s) for as many forward calls under "
+            f"grad, got {r.backwards}; {_some([self._weights[i].name for i in r.sites])} would wait "
+            "for ever. Run forwards without a backward under torch.no_grad(), or wrap with "
+            "allow_unused=True."
+            for r in self._regions.values()
+            if r.outstanding
+        ]
+
+    def _disagreements(self) -> list[str]:
+        """GTP weights whose captured and eager counts differ (both must have been seen)."""
+        learned = self._learned.get(frozenset())
+        if learned is None or not self._active():
+            return []
+        lines = []
+        for index, weight in enumerate(self._weights):
+            declared = sum(r.synced * r.uses.get(index, 0) for r in weight.regions)
+            got = declared + weight.eager
+            if weight.is_gtp and declared and got != learned[index]:
+                lines.append(
+                    f"{weight.name}: expected {learned[index]} report(s) as learned in an eager "
+                    f"step, got {got} from the plan (uses) and eager code together."
+                )
+        return lines
+
+    def close_step(self) -> None:
+        """Learn the eager counts of a finished step (once for each set of regions)."""
+        self._learned.setdefault(self._active(), [w.eager for w in self._weights])
+        for region in self._regions.values():
+            region.calls_a_step = region.forwards or region.calls_a_step
+            region.forwards = region.backwards = region.synced = 0
+        for weight in self._weights:
+            weight.owed = weight.gathers = 0
+
+    def start_step(self) -> None:
+        """No reports yet. Forward calls that already ran stay owed, unless a fault left them."""
+        if self.broken:
+            for region in self._regions.values():
+                region.forwards = region.backwards = region.synced = 0
+            for weight in self._weights:
+                weight.owed = 0
+        self.broken = False
+        for weight in self._weights:
+            weight.eager = weight.captured = 0
+            weight.contributed = False
+        for done in self._satisfied:
+            done.clear()
+        self.dispatched = [False] * len(self.dispatched)
+
+    def forget(self) -> None:
+        """Learn the eager counts anew in the next synchronised step."""
+        self._learned.clear()
+
+    def ready_counts(self) -> dict[str, int]:
+        """Reports owed in one synchronised step, where known: regions once, plus learned eager."""
+        names = frozenset(self._regions)
+        eager = self._learned.get(names) or [0] * len(self._weights)
+        if not names:
+            eager = self._learned.get(frozenset(), eager)
+        captured: Counter[int] = Counter()
+        for region in self._regions.values():
+            captured.update({i: n * (region.calls_a_step or 1) for i, n in region.sites.items()})
+        return {w.name: captured[i] + eager[i] for i, w in enumerate(self._weights)}
+
+
+def _some(names: Iterable[str], limit: int = 6) -> str:
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,159 @@
+"""accumulate: ``main = b * main + scale * wgrad`` in one pass over memory.
+
+Bytes that must move, an element: wgrad read once, main read (not when b == 0) and written once; 10
+for bf16 into fp32. The contiguous kernel is a 1-D stream with 16-byte accesses; whole tiles take an
+unmasked path, since a mask whose length is odd would cost the vector width. The strided kernel walks
+2-D tiles: each tile is loaded along wgrad's fastest dimension and written along main's, Triton
+turning the tile around in shared memory, so both sides stay coalesced.
+
+Legend: N elements; strided [B, M, N] with wgrad strides s_b, s_m, s_n and main row-major.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gtpgraph.kernels.common import factor, on_device, store_stats, update
+from gtpgraph.kernels.stats import STATS_TILE
+
+# Measured on one H200 (bench/run.py kernels): every pair within 1% of each other, these the best.
+BLOCK, NUM_WARPS = STATS_TILE, 8
+TILE_M, TILE_N, TILE_WARPS = 64, 64, 4
+
+
+@triton.jit
+def accumulate_block(p_main, p_wgrad, o, m, b, scale, p_partial, STATS: tl.constexpr):
+    value = tl.load(p_wgrad + o, mask=m, other=0.0).to(tl.float32)
+    new = update(p_main + o, m, b, value, scale)
+    if STATS:
+        store_stats(p_partial, tl.where(m, new, 0.0))
+
+
+@triton.jit(do_not_specialize=["index"])
+def accumulate_kernel(
+    p_flat,
+    p_wgrad,
+    p_beta,
+    p_token,
+    p_partials,
+    index,
+    offset,
+    scale,
+    N,
+    FIRST: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    o = i * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    b = factor(p_beta, index, FIRST)
+    p_main = p_flat + offset
+    p_partial = p_partials + 2 * i
+    if (i + 1) * BLOCK <= N:
+        m = tl.full([BLOCK], 1, tl.int1)
+        accumulate_block(p_main, p_wgrad, o, m, b, scale, p_partial, STATS)
+    else:
+        accumulate_block(p_main, p_wgrad, o, o < N, b, scale, p_partial, STATS)
+    if i == 0:
+        tl.store(p_token, 0)
+
+
+@triton.jit(do_not_specialize=["index"])
+def accumulate_strided_kernel(
+    p_flat,
+    p_wgrad,
+    p_beta,
+    p_token,
+    index,
+    offset,
+    scale,
+    M,
+    N,
+    s_b,
+    s_m,
+    s_n,
+    FIRST: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(M, TILE_M) * tiles_n
+    i_b = i // tiles
+    i_m = i % tiles // tiles_n
+    i_n = i % tiles_n
+    o_m = i_m * TILE_M + tl.arange(0, TILE_M)  # [TILE_M]
+    o_n = i_n * TILE_N + tl.arange(0, TILE_N)  # [TILE_N]
+    m = (o_m < M)[:, None] & (o_n < N)[None, :]  # [TILE_M, TILE_N]
+    b = factor(p_beta, index, FIRST)
+    p_tile = p_wgrad + i_b * s_b + (o_m[:, None] * s_m + o_n[None, :] * s_n)
+    value = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+    p_main = p_flat + offset + i_b * M * N + (o_m[:, None] * N + o_n[None, :])
+    update(p_main, m, b, value, scale)
+    if i == 0:
+        tl.store(p_token, 0)
+
+
+def collapse(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Merge neighbouring dimensions that one stride describes: [(size, stride), ...], outer first."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return dims
+
+
+def accumulate(
+    flat: torch.Tensor,
+    wgrad: torch.Tensor,
+    beta: torch.Tensor,
+    index: int,
+    offset: int,
+    scale: float,
+    first: bool,
+    partials: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch; arguments as ``ops.accumulate``, checked there. Returns the token, uint8 [1]."""
+    token = torch.empty(1, dtype=torch.uint8, device=flat.device)
+    numel = wgrad.numel()
+    if numel == 0:
+        return token.zero_()
+    with on_device(flat):
+        if wgrad.is_contiguous():
+            accumulate_kernel[(triton.cdiv(numel, BLOCK),)](
+                flat, wgrad, beta, token, flat if partials is None else partials,
+                index, offset, scale, numel,
+                FIRST=first, STATS=partials is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+        else:
+            _launch_strided(flat, wgrad, beta, token, index, offset, scale, first)
+    return token
+
+
+def _launch_strided(
+    flat: torch.Tensor,
+    wgrad: torch.Tensor,
+    beta: torch.Tensor,
+    token: torch.Tensor,
+    index: int,
+    offset: int,
+    scale: float,
+    first: bool,
+) -> None:
+    dims = collapse(tuple(wgrad.shape), wgrad.stride())
+    if len(dims) > 3:
+        raise NotImplementedError(
+            f"gtpgraph::accumulate: wgrad of shape {tuple(wgrad.shape)} with strides "
+            f"{wgrad.stride()} needs {len(dims)} dimensions, the kernel takes 3; pass "
+            "wgrad.contiguous()"
+        )
+    (size_b, s_b), (size_m, s_m), (size_n, s_n) = [(1, 0)] * (3 - len(dims)) + dims
+    tiles = size_b * triton.cdiv(size_m, TILE_M) * triton.cdiv(size_n, TILE_N)
+    accumulate_strided_kernel[(tiles,)](
+        flat, wgrad, beta, token, index, offset, scale, size_m, size_n, s_b, s_m, s_n,
+        FIRST=first, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=TILE_WARPS,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""unpack: pieces of one flat buffer into many tensors, cast and scaled, in one launch.
+
+``tensor_i = scale * flat[offset_i : offset_i + numel_i]``. The mirror image of ``many``: one program
+a tile, the tile table says where it reads and the pointer table where it writes. Bytes that must
+move: every element read once and written once.
+
+Legend: a tile record is (segment, start, numel, total, offset, beta index); see tables.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gtpgraph.kernels import tables
+from gtpgraph.kernels.common import TRITON_DTYPES, on_device
+
+NUM_WARPS = 8
+
+
+@triton.jit
+def unpack_tile(p_out, p_from, o, numel, scale):
+    m = o < numel
+    value = tl.load(p_from + o, mask=m, other=0.0).to(tl.float32) * scale
+    tl.store(p_out + o, value.to(p_out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def unpack_kernel(
+    p_flat,
+    p_tiles,
+    p_pointers,
+    p_token,
+    scale,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    p_record = p_tiles + i * RECORD
+    segment = tl.load(p_record)
+    start = tl.load(p_record + 1)
+    numel = tl.load(p_record + 2)
+    offset = tl.load(p_record + 4)
+    address = tl.load(p_pointers + segment)
+    o = start + tl.arange(0, TILE)  # [TILE]
+    if (address % 16 == 0) & (offset % 8 == 0) & (numel % 8 == 0):
+        address = tl.multiple_of(address, 16)
+        p_out = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+        numel = tl.multiple_of(numel, 8)
+        o = tl.multiple_of(start, TILE) + tl.arange(0, TILE)
+        unpack_tile(p_out, p_flat + tl.multiple_of(offset, 8), o, numel, scale)
+    else:
+        p_out = address.to(tl.pointer_type(DTYPE))
+        unpack_tile(p_out, p_flat + offset, o, numel, scale)
+    if i == 0:
+        tl.store(p_token, 0)
+
+
+def unpack(
+    tensors: list[torch.Tensor], flat: torch.Tensor, offsets: list[int], scale: float
+) -> torch.Tensor:
+    """Launch; arguments as ``ops.unpack``, checked there. Returns the token, uint8 [1]."""
+    token = torch.empty(1, dtype=torch.uint8, device=flat.device)
+    segments = tuple(
+        tables.Segment(offset, t.numel(), t.numel())
+        for t, offset in zip(tensors, offsets, strict=True)
+    )
+    table = tables.tile_table("unpack", segments, flat.device)
+    if table.num_tiles == 0:
+        return token.zero_()
+    with on_device(flat):
+        unpack_kernel[(table.num_tiles,)](
+            flat, table.records, tables.pointer_table(tensors, flat.device), token, scale,
+            DTYPE=TRITON_DTYPES[tensors[0].dtype], TILE=tables.TILE, RECORD=tables.RECORD,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return token

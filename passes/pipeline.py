@@ -1,0 +1,89 @@
+"""The order of the passes, in one place.
+
+In: a partitioned backward (or forward) graph and what is known about its weights. Out: the rewritten
+graph and the sites in order of execution. The regather pass runs earlier, on the joint graph::
+
+    joint:     find uses, regather
+    backward:  find sites -> chains -> grad_ready -> lower collectives -> late waits -> tokens
+    forward:   lower collectives
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gtpgraph.graph.plan import GRAPHED
+from gtpgraph.graph.sites import GraphWeight, Use, find_sites
+from gtpgraph.passes.edit import PassResult
+from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place, grad_ready_pass
+from gtpgraph.passes.late_waits import late_waits_pass
+from gtpgraph.passes.lower_collectives import lower_collectives_pass
+from gtpgraph.passes.snapshot import Snapshot
+from gtpgraph.passes.thread_tokens import thread_tokens_pass
+
+log = logging.getLogger("gtpgraph.passes")
+
+
+@dataclass(frozen=True)
+class BackwardRequest:
+    """What the passes need to know about one backward graph.
+
+    `weights` maps input positions of the traced graph to trainable weights; `uses`, `places` and
+    `chains` are keyed by a weight's index in its wrapper, `buckets` by bucket number; `depth` is the
+    number of reductions in flight before the oldest is waited for.
+    """
+
+    weights: Mapping[int, GraphWeight]
+    uses: Mapping[int, Sequence[Use]]
+    places: Mapping[int, Place]
+    chains: Mapping[int, str]
+    buckets: Mapping[int, BucketInputs]
+    wire_dtype: torch.dtype | None
+    depth: int
+    fake_mode: Any
+
+
+def rewrite_backward(gm: fx.GraphModule, request: BackwardRequest) -> tuple[Inserted, Snapshot]:
+    """Run the backward passes on `gm`, in place; also returns what V08 compares against."""
+    before = Snapshot.of(gm.graph)
+    sites = find_sites(gm.graph, request.weights, request.uses)
+    graphed = [s for s in sites if request.chains[s.weight.index] == GRAPHED]
+    ungraphed = [s for s in sites if request.chains[s.weight.index] != GRAPHED]
+    result, inserted = grad_ready_pass(
+        gm,
+        graphed=graphed,
+        ungraphed=ungraphed,
+        places=request.places,
+        buckets=request.buckets,
+        fake_mode=request.fake_mode,
+    )
+    _log("grad_ready", result)
+    inserted_graph = Snapshot.of(gm.graph)
+    for name, result in (
+        ("lower_collectives", _lower(gm, request)),
+        ("late_waits", late_waits_pass(gm, depth=request.depth)),
+        ("thread_tokens", thread_tokens_pass(gm)),
+    ):
+        _log(name, result)
+    return inserted, before.against(inserted_graph, inserted.removed)
+
+
+def _lower(gm: fx.GraphModule, request: BackwardRequest) -> PassResult:
+    return lower_collectives_pass(gm, wire_dtype=request.wire_dtype, fake_mode=request.fake_mode)
+
+
+def rewrite_forward(gm: fx.GraphModule, fake_mode: Any) -> None:
+    """Run the forward passes on `gm`, in place."""
+    _log("lower_collectives", lower_collectives_pass(gm, wire_dtype=None, fake_mode=fake_mode))
+
+
+def _log(name: str, result: PassResult) -> None:
+    if result.modified:
+        counts = ", ".join(f"{n} {what}" for what, n in result.counts.items())
+        log.debug("%s_pass: %s", name, counts)
