@@ -11,9 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed import Store
 from torch.utils.checkpoint import CheckpointPolicy
+
+
+# torch 2.13 renames both and warns on the old names.
+all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def backward_id() -> int | None:

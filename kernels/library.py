@@ -29,7 +29,7 @@ def new_token(like: torch.Tensor) -> torch.Tensor:
     """An ordering token: uint8 [1] on ``like``'s device.
 
     Mutating operators return one so that an order between them can be written as a data
-    dependency; its value is always 0.
+    dependency; its value means nothing.
     """
     return like.new_zeros(1, dtype=torch.uint8)
 

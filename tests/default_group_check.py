@@ -72,7 +72,7 @@ class Checker:
                 if f"{node.module}.".startswith(PREFIXES):
                     yield self._finding(node, f"{node.module}.*", "imports unseen names")
             elif calls(node, "getattr") and name is None:
-                if self.project.dotted(self.path, node.args[0]) == "torch.distributed":  # type: ignore[attr-defined]
+                if self.project.dotted(self.path, node.args[0]) == "torch.distributed":
                     yield self._finding(node, "getattr", "which function cannot be seen")
             elif name and name.startswith(PREFIXES) and not self._is_part(node):
                 if why := self._problem(node, name):
@@ -96,10 +96,14 @@ class Checker:
         )
 
     def _is_alias(self, node: ast.AST) -> bool:
-        """Whether the name, or one of several stand-ins for each other, is given another name."""
+        """Whether the name, or one of several stand-ins, is given another plain name."""
         for parent in self.none.ancestors(node):
+            if isinstance(parent, ast.Assign | ast.AnnAssign):
+                targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+                plain = all(isinstance(target, ast.Name) for target in targets)
+                return plain and not isinstance(self.parents[parent], ast.ClassDef)
             if not isinstance(parent, ast.BoolOp | ast.IfExp):
-                return isinstance(parent, ast.Assign | ast.AnnAssign)
+                break
         return False
 
     def _problem(self, node: ast.AST, name: str) -> str | None:
@@ -117,8 +121,9 @@ class Checker:
             return None  # P2POp takes the group
         if self._is_alias(node):
             return None  # its calls are checked
-        if last[:1].isupper() or group_position(name) is None:
-            return None  # a class in an annotation or isinstance; nothing that takes a group
+        takes_or_makes = last in CREATORS or group_position(name) is not None
+        if last[:1].isupper() or not takes_or_makes:
+            return None  # a class in an annotation or isinstance; nothing to do with groups
         return "is passed on as a value, so its group cannot be seen"
 
     def _call_problem(self, call: ast.Call, name: str, shift: int) -> str | None:

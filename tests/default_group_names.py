@@ -9,9 +9,17 @@ import ast
 import importlib
 import inspect
 from functools import cache
+from typing import TypeGuard
 
-GROUP_PARAMETERS = ("group", "process_group", "pg", "device_mesh", "mesh")
-PREFIXES = ("torch.distributed.", "torch.nn.parallel.", "torch.nn.SyncBatchNorm")
+# The parameters by which torch takes its ranks, and the modules in which None means all of them.
+GROUP_PARAMETERS = ("group", "process_group", "pg", "device_mesh", "mesh", "num_replicas")
+PREFIXES = (
+    "torch.distributed.",
+    "torch.nn.parallel.",
+    "torch.nn.SyncBatchNorm",
+    "torch.utils.data.",
+)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @cache
@@ -59,7 +67,7 @@ class Project:
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    package = _module_name(path).split(".")
+                    package = _module_name(path.replace("__init__.py", "any.py")).split(".")
                     base = ".".join([*package[: len(package) - node.level], *filter(None, [base])])
                 for a in node.names:
                     table[a.asname or a.name] = f"{base}.{a.name}"
@@ -72,7 +80,7 @@ class Project:
             dotted = self.dotted(path, node.value)
             for target in targets:
                 if isinstance(target, ast.Name):
-                    if dotted and dotted.startswith(PREFIXES):
+                    if dotted and dotted.split(".")[0] == "torch":
                         self.aliases[path][target.id] = dotted
                     if "ProcessGroup" in (text := ast.unparse(node.value)) and _admits(text):
                         self.types.add(target.id)
@@ -87,7 +95,7 @@ class Project:
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
                 if self.may_be_none(node.annotation):
                     self.fields.add(node.target.attr)
-            elif isinstance(node, ast.FunctionDef) and self.may_be_none(node.returns):
+            elif isinstance(node, FUNCTIONS) and self.may_be_none(node.returns):
                 self.returns.add(node.name)
 
     def may_be_none(self, annotation: ast.AST | None) -> bool:
@@ -108,8 +116,8 @@ class Project:
         elif isinstance(node, ast.BoolOp | ast.IfExp):  # an older name as a stand-in
             last = node.values[-1] if isinstance(node, ast.BoolOp) else node.orelse
             found = self.dotted(path, last)
-        elif calls(node, "getattr") and isinstance(name := node.args[1], ast.Constant):  # type: ignore[attr-defined]
-            base = self.dotted(path, node.args[0])  # type: ignore[attr-defined]
+        elif calls(node, "getattr") and isinstance(name := node.args[1], ast.Constant):
+            base = self.dotted(path, node.args[0])
             found = base and f"{base}.{name.value!s}"
         else:
             return None
@@ -128,5 +136,6 @@ def _admits(text: str) -> bool:
     return "None" in text or "Optional" in text
 
 
-def calls(node: ast.AST, name: str) -> bool:
+def calls(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    """Whether `node` calls a function or method of that last name."""
     return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gtpgraph import compat
 from gtpgraph.testing import RankPool, RanksError, fp64_grads, max_error, run_ranks
 
-
 SCRIPT = """
 import os
 from gtpgraph.testing import RankPool

@@ -101,7 +101,7 @@ class Region:
     def _finish(self, outputs: list[Any]) -> list[Any]:
         kept = len(outputs) - len(self.leaving)
         for site, wgrad in zip(self.leaving, outputs[kept:], strict=True):
-            self.wrapper.eager.push(site.state, wgrad, site.use, region=self.name)
+            self.wrapper.eager.push(site.state, wgrad, site.use, declared=True)
         results = outputs[:kept]
         for position in self.removed:
             results.insert(position, None)
@@ -122,7 +122,7 @@ class _Run:
         state, use = region.sites[site].state, region.sites[site].use
         state.bucket.filled[state.member.slot] = True
         region.wrapper.ledger.settle(state.index)
-        region.wrapper.report(state, use, region.name)
+        region.wrapper.report(state, use, region.name, declared=True)
 
     def bucket_reduce(self, bucket: int) -> None:
         """An in-graph reduction: the bucket leaves here."""

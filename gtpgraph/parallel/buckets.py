@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gtpgraph import compat
 from gtpgraph.kernels.ops import accumulate
 
 ALIGN = 64  # elements: 256 bytes of fp32, the widest vector access and NCCL's alignment
@@ -117,7 +118,7 @@ class Bucket:
             self._wire = send if cast else None
             return
         out = send.new_empty(send.numel() // self.side.size) if cast else send[self.own]
-        self._work = _reduce_scatter(out, send, group)
+        self._work = compat.reduce_scatter(out, send, group=group, async_op=True)
         self._wire = out if cast else None
         self._keep = send  # the collective reads it until the wait
 
@@ -135,12 +136,8 @@ class Bucket:
             return self.flat
         out = torch.empty_like(self.flat)
         own = self.flat[self.own].contiguous()
-        dist.all_gather_into_tensor(out, own, group=self.side.group)
+        compat.all_gather(out, own, group=self.side.group)
         return out
-
-
-def _reduce_scatter(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    return dist.reduce_scatter_tensor(out, send, group=group, async_op=True)
 
 
 @dataclass(frozen=True)

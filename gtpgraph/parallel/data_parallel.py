@@ -92,6 +92,7 @@ class DistributedDataParallel(nn.Module):
         self._sync, self._closed, self._finished = True, False, False
         self._backward_id: int | None = None
         self._microbatch = -1
+        self._declared = False
         self._hooks = [self._attach(state) for state in self.states]
 
     def _make_exchange(self, timeout_s: float) -> Exchange | None:
@@ -170,28 +171,35 @@ class DistributedDataParallel(nn.Module):
 
     def _mark_ready(self, weight: nn.Parameter, report: Report) -> None:
         state: WeightState = getattr(weight, STATE_ATTRIBUTE)
-        self.ledger.report(state.index, captured=report.region is not None)
+        self.ledger.report(state.index, captured=self._declared)
 
-    def report(self, state: WeightState, use: int, region: str | None) -> None:
-        """A contribution was finalised: tell the weight's hook, outside no_sync(), once."""
+    def report(
+        self, state: WeightState, use: int, region: str | None, *, declared: bool
+    ) -> None:
+        """A contribution was finalised: tell the weight's hook, outside no_sync(), once.
+
+        `region` is where it was finalised (None: eager Python); `declared` whether a region's
+        forward call had announced it, which holds for the UNGRAPHED chain too.
+        """
         if self._sync and state.ready_hook is not None:
             report = Report(state.fqn, use, region, self._microbatch)
             self.reports.append(report)
+            self._declared = declared
             state.ready_hook(state.param, report)
 
     def finalise_eager(
-        self, state: WeightState, result: Tensor, use: int, region: str | None
+        self, state: WeightState, result: Tensor, use: int, *, declared: bool
     ) -> None:
         """Add a reduced contribution from outside a graph to main_grad, then report it.
 
-        `region` names the region that it left (the UNGRAPHED chain), which has declared it.
+        `declared`: it left a region (the UNGRAPHED chain), whose forward call has announced it.
         """
-        if region is None:
-            self.ledger.settle_eager(state.index, sync=self._sync)
-        else:
+        if declared:
             self.ledger.settle(state.index)
+        else:
+            self.ledger.settle_eager(state.index, sync=self._sync)
         state.bucket.add(state.member, result, state.scale)
-        self.report(state, use, region)
+        self.report(state, use, None, declared=declared)
 
     @property
     def sync(self) -> bool:
@@ -372,4 +380,4 @@ class _AutogradHook:
                 "Read it as the module's attribute, or exclude it from shard()."
             )
         wrapper.enter_backward()
-        wrapper.finalise_eager(state, grad, 1, None)
+        wrapper.finalise_eager(state, grad, 1, declared=False)

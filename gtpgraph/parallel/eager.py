@@ -33,13 +33,16 @@ EAGER_DEPTH = 1  # contributions in flight before the oldest is finalised
 
 @dataclass(frozen=True)
 class Pending:
-    """A launched reduction: `result` [shard_rows, *rest] is valid after `work` is waited for."""
+    """A launched reduction: `result` [shard_rows, *rest] is valid after `work` is waited for.
+
+    `declared`: the contribution left a region, whose forward call has announced it.
+    """
 
     state: WeightState
     use: int
     result: Tensor
     work: dist.Work | None
-    region: str | None
+    declared: bool
 
 
 class GradHandle:
@@ -58,7 +61,7 @@ class GradHandle:
     def contribute(self, wgrad: Tensor, use: int) -> None:
         """Take the full wgrad of one use; it is reduced, finalised and reported from here on."""
         self._wrapper.enter_backward()
-        self._wrapper.eager.push(self._state, wgrad, use, region=None)
+        self._wrapper.eager.push(self._state, wgrad, use, declared=False)
 
 
 class EagerQueue:
@@ -68,7 +71,7 @@ class EagerQueue:
         self._wrapper = wrapper
         self._pending: deque[Pending] = deque()
 
-    def push(self, state: WeightState, wgrad: Tensor, use: int, *, region: str | None) -> None:
+    def push(self, state: WeightState, wgrad: Tensor, use: int, *, declared: bool) -> None:
         """Launch the reduction of one use's wgrad (full size) and finalise older ones."""
         if torch.is_grad_enabled() and wgrad.requires_grad:
             raise NotImplementedError(
@@ -76,7 +79,7 @@ class EagerQueue:
                 "finalised gradient leaves autograd, so it cannot be differentiated again."
             )
         result, work = launch(state, wgrad)
-        self._pending.append(Pending(state, use, result, work, region))
+        self._pending.append(Pending(state, use, result, work, declared))
         while len(self._pending) > EAGER_DEPTH:
             self._finalise(self._pending.popleft())
 
@@ -95,7 +98,9 @@ class EagerQueue:
     def _finalise(self, pending: Pending) -> None:
         if pending.work is not None:
             pending.work.wait()
-        self._wrapper.finalise_eager(pending.state, pending.result, pending.use, pending.region)
+        self._wrapper.finalise_eager(
+            pending.state, pending.result, pending.use, declared=pending.declared
+        )
 
 
 def launch(state: WeightState, wgrad: Tensor) -> tuple[Tensor, dist.Work | None]:

@@ -10,11 +10,11 @@ A field is in one of three states, and they are never mixed up:
     None           said explicitly: the axis has size one (or nothing is shared over it here)
     UNSET          never said; using it is an error that names the function and the option
 
-The difference matters because torch reads ``group=None`` as WORLD. A forgotten group that reads as
-None silently changes the ranks a gradient is reduced over; UNSET makes that an error instead.
+torch reads ``group=None`` as WORLD: a forgotten group silently changes the ranks that a gradient is
+reduced over. UNSET makes that an error.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Final, NoReturn, Self, final
@@ -196,9 +196,18 @@ class ProcessGroups:
             raise ValueError(
                 f"{function}: the collection of process groups lacks what this call uses.\n"
                 + _bullets(problems)
-                + f"\nRemedy: {self._remedy()}"
+                + f"\n{self._remedy()}"
             )
         return {name: getattr(self, name) for name in names}
+
+    def group(self, name: str) -> ProcessGroup:
+        """Group `name` itself, for a collective. ValueError if UNSET, and if None."""
+        if (group := self._resolved(name)) is None:
+            raise ValueError(
+                f"ProcessGroups.{name}: expected a group, got None (size one): torch would read it "
+                "as WORLD. Remedy: issue no collective over an axis of size one"
+            )
+        return group
 
     def size(self, name: str) -> int:
         """Number of ranks in group `name`; 1 for None. ValueError if UNSET."""
@@ -219,8 +228,9 @@ class ProcessGroups:
         group = self._resolved(name)
         if group is not None:
             return tuple(dist.get_process_group_ranks(group))
-        for other in self._groups():
-            return (dist.get_global_rank(other, dist.get_rank(other)),)
+        for other in (getattr(self, each) for each in GROUP_NAMES):
+            if isinstance(other, ProcessGroup):
+                return (dist.get_global_rank(other, dist.get_rank(other)),)
         return (0 if self.mesh is None else self.mesh.get_rank(),)
 
     def group_name(self, name: str) -> str:
@@ -229,24 +239,15 @@ class ProcessGroups:
         return "" if group is None else str(group.group_name)
 
     def world(self) -> dict[str, int]:
-        """Size of each axis that is set, in the order of AXES, for reports. Axes UNSET: left out.
-
-        "dp" counts the ranks of the dp field: with experts, those along "ep" as well.
-        """
+        """{axis: ranks} of the axes that are set, for reports; dp includes the ranks along ep."""
         return {axis: self.size(axis) for axis in AXES if getattr(self, axis) is not UNSET}
-
-    def _groups(self) -> Iterator[ProcessGroup]:
-        for name in GROUP_NAMES:
-            if isinstance(group := getattr(self, name), ProcessGroup):
-                yield group
 
     def _resolved(self, name: str) -> ProcessGroup | None:
         self._check_names([name])
         group: Group = getattr(self, name)
         if isinstance(group, Unset):
             raise ValueError(
-                f"ProcessGroups.{name}: expected a group or None, got UNSET. Remedy: "
-                + self._remedy()
+                f"ProcessGroups.{name}: expected a group or None, got UNSET. {self._remedy()}"
             )
         return group
 
@@ -262,10 +263,10 @@ class ProcessGroups:
 
     def _remedy(self) -> str:
         if self.mesh is not None and self.mesh.get_coordinate() is None:
-            return "this rank lies outside the model's mesh, so it must not take part in the call"
+            return "Remedy: this rank lies outside the model's mesh: leave it out of the call"
         return (
-            "build the collection with ProcessGroups.from_mesh, or pass each of these groups; an "
-            "explicit None says that the axis has size one (unset never does, nor means WORLD)"
+            "Remedy: build the collection with ProcessGroups.from_mesh, or pass each of these "
+            "groups; None says that the axis has size one (unset never does, nor means WORLD)"
         )
 
     @staticmethod

@@ -60,7 +60,11 @@ NAMES = sorted(cases(torch.device("cpu")))
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(place: torch.device, name: str) -> None:
     op, args = cases(place)[name]
-    torch.library.opcheck(op, args)
+    if place.type == "cuda" and name.startswith("wgrad_gemm"):
+        # Its token is not filled, so comparing outputs would compare uninitialised bytes.
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    else:
+        torch.library.opcheck(op, args)
 
 
 @pytest.mark.parametrize("name", NAMES)

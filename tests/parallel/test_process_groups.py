@@ -56,6 +56,11 @@ def test_a_field_never_set_is_unset_and_none_is_not() -> None:
             read("pp")
 
 
+def test_a_group_of_size_one_is_none_and_none_is_never_handed_to_a_collective() -> None:
+    with pytest.raises(ValueError, match=r"ProcessGroups\.dp: expected a group, got None"):
+        ProcessGroups.local().group("dp")
+
+
 def test_local_is_size_one_everywhere_without_a_process_group() -> None:
     groups = ProcessGroups.local()
     assert not dist.is_initialized()
@@ -93,7 +98,7 @@ def test_require_names_function_option_and_every_missing_group_at_once() -> None
         "  - pp: not set (UNSET), needed by a\n"
         "  - dp_cp: not set (UNSET), needed by b\n"
         "Remedy: build the collection with ProcessGroups.from_mesh, or pass each of these groups; "
-        "an explicit None says that the axis has size one (unset never does, nor means WORLD)"
+        "None says that the axis has size one (unset never does, nor means WORLD)"
     )
 
 
@@ -168,6 +173,7 @@ def test_every_field_of_a_five_axis_mesh(fake_world: int) -> None:
     assert groups.ep is None
     assert groups.pos_embd is None
     assert groups.rank("gtp") == 2
+    assert groups.group("gtp") is groups.gtp
     assert isinstance(groups.gtp, dist.ProcessGroup)
     assert groups.group_name("gtp") == groups.gtp.group_name
     for name in GROUP_NAMES:

@@ -1,0 +1,61 @@
+"""``python bench/run.py SUITE [--out FILE] [--only CASE]``: measure a suite, print and append rows.
+
+A suite is a function (Run, options) -> rows in SUITES; rows go to bench/results/SUITE.jsonl.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a script: for bench.*, and gtpgraph in a bare checkout
+
+from bench import harness  # noqa: E402
+
+Rows = list[dict[str, Any]]
+
+
+def kernels(run: harness.Run, options: argparse.Namespace) -> int:
+    """Kernels beside their peers; returns how many cases failed."""
+    from bench import kernels as suite
+    from bench import symmetric
+
+    failed = 0
+    for make in suite.cases(options.configs):
+        try:
+            case = make()
+            if options.only and options.only not in case.name:
+                continue
+            case.check()
+            rows = run.rows(case, harness.measure(case, options.repeats))
+        except Exception:  # one broken case must not cost the others their run
+            traceback.print_exc()
+            failed += 1
+            continue
+        harness.append(rows, options.out)
+        harness.print_table(case, rows)
+    if not options.only or options.only in symmetric.NAME:
+        harness.append(symmetric.measure(run, options.repeats), options.out)
+    return failed
+
+
+SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {"kernels": kernels}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--out", type=Path, help="default bench/results/SUITE.jsonl")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--configs", action="store_true", help="also every GEMM configuration")
+    options = parser.parse_args()
+    options.out = options.out or ROOT / "bench" / "results" / f"{options.suite}.jsonl"
+    return 1 if SUITES[options.suite](harness.Run.start(options.suite), options) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
