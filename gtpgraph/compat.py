@@ -16,7 +16,6 @@ from torch import fx
 from torch.distributed import Store
 from torch.utils.checkpoint import CheckpointPolicy
 
-
 # torch 2.13 renames both and warns on the old names.
 all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +37,9 @@ def backward_id() -> int | None:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass of this thread ends; call inside a backward."""
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue: Callable[[Callable[[], None]], None] = (
+        torch.autograd.Variable._execution_engine.queue_callback
+    )
     queue(callback)
 
 
@@ -86,7 +87,7 @@ def grad_of_input(desc: object) -> int | None:
 
 
 def input_position(desc: object) -> int | None:
-    """Position that an AOT input descriptor names, or None for a tangent, a seed, a subclass part."""
+    """Position that an AOT input descriptor names, None for any other input."""
     from torch._functorch._aot_autograd import descriptors as d
 
     return int(desc.idx) if isinstance(desc, d.PlainAOTInput) else None
@@ -148,7 +149,7 @@ def aot_compile(
     inference: Callable[..., Any],
     on_joint: Callable[[fx.Graph], None],
 ) -> Callable[..., Any]:
-    """AOTAutograd with the min-cut partitioner; `on_joint` sees the joint graph before it is cut."""
+    """AOTAutograd with the min-cut partitioner; `on_joint` sees the joint graph uncut."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -203,18 +204,16 @@ def inductor_compile(
             return identity
 
     patches: dict[str, Any] = {"joint_custom_pre_pass": _OnJoint(), **INDUCTOR_ORDER}
-    compiled: Callable[..., Any] = compile_fx(
-        gm, list(inputs), inner_compile=inner, config_patches=patches
-    )
-    return compiled
+    compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
 
 
 def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Inductor with nothing of ours."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, list(inputs))
-    return compiled
+    compiled: Any = compile_fx(gm, list(inputs))
+    return compiled  # type: ignore[no-any-return]
 
 
 def inductor_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kw: Any) -> Any:

@@ -7,7 +7,7 @@ placeholder per bucket, behind each contribution the pair ::
                  --> grad_ready(flat, site, token)
 
 and minus the outputs that autograd would have accumulated. Contributions are tapped, never
-rewired: two weights may share one, and one may feed another computation. The unreduced wgrads of the
+rewired: two weights may share one, and one may feed another computation. Unreduced wgrads of the
 UNGRAPHED chain become extra outputs instead (filtered is not lost). Order is the graph's own; the
 tokens that pin it are threaded by `thread_tokens_pass`, after scheduling.
 """

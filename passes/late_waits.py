@@ -2,7 +2,7 @@
 
 In: a lowered backward. Out: the same nodes in another order ::
 
-    RS_1 W_1 A_1 R_1 ... RS_2 W_2 A_2 R_2      becomes      RS_1 ... RS_2 W_1 A_1 R_1 ... W_2 A_2 R_2
+    RS_1 W_1 A_1 R_1 ... RS_2 W_2 A_2 R_2   becomes   RS_1 ... RS_2 W_1 A_1 R_1 ... W_2 A_2 R_2
 
 A unit (wait, accumulate, grad_ready) moves as one: lint and topological sorting know nothing about
 mutation and would accept a report before its accumulate. Units never overtake one another.

@@ -1,6 +1,6 @@
 """The order of the passes, in one place.
 
-In: a partitioned backward (or forward) graph and what is known about its weights. Out: the rewritten
+In: a partitioned backward (or forward) graph and what is known of its weights. Out: the rewritten
 graph and the sites in order of execution. The regather pass runs earlier, on the joint graph::
 
     joint:     find uses, regather
@@ -35,8 +35,8 @@ class BackwardRequest:
     """What the passes need to know about one backward graph.
 
     `weights` maps input positions of the traced graph to trainable weights; `uses`, `places` and
-    `chains` are keyed by a weight's index in its wrapper, `buckets` by bucket number; `depth` is the
-    number of reductions in flight before the oldest is waited for.
+    `chains` are keyed by a weight's index in its wrapper, `buckets` by bucket number; `depth` is
+    the number of reductions in flight before the oldest is waited for.
     """
 
     weights: Mapping[int, GraphWeight]

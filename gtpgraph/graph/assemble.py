@@ -50,7 +50,7 @@ def assemble_plan(
 
 def versions() -> dict[str, str]:
     """Versions of gtpgraph, torch and triton, where installed."""
-    found = {"torch": torch.__version__}
+    found: dict[str, str] = {"torch": str(torch.__version__)}
     for package in ("gtpgraph", "triton"):
         try:
             found[package] = metadata.version(package)

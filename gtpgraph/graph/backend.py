@@ -1,6 +1,6 @@
 """The torch.compile backend, and :func:`compile`, the few lines that most people need.
 
-In: graphs captured by Dynamo. Out: compiled regions whose plan can be printed before the first step.
+In: graphs captured by Dynamo. Out: compiled regions whose plan can be printed before a step.
 A graph without a trainable wrapped weight is lowered as it is: it has nothing to report.
 """
 
@@ -112,9 +112,11 @@ def wrapper_of(module: nn.Module | Callable[..., Any]) -> DistributedDataParalle
         ValueError: none, or more than one.
     """
     root = getattr(module, "_orig_mod", module)
-    found = [m for m in root.modules() if isinstance(m, DistributedDataParallel)] if isinstance(
-        root, nn.Module
-    ) else []
+    found = (
+        [m for m in root.modules() if isinstance(m, DistributedDataParallel)]
+        if isinstance(root, nn.Module)
+        else []
+    )
     if len(found) != 1:
         raise ValueError(
             f"expected a module that holds one gtpgraph.DistributedDataParallel, got {len(found)} "
@@ -146,9 +148,7 @@ class CompiledModel:
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return gtpgraph(gm, inputs, options=options, owner=self)
 
-        self._compiled = torch.compile(
-            model, backend=backend, fullgraph=fullgraph, dynamic=dynamic
-        )
+        self._compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. A first call that compiles one graph and breaks none declares that

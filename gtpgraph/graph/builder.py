@@ -136,9 +136,7 @@ class RegionBuilder:
         """Lower the forward graph's gathers, in place."""
         rewrite_forward(gm, compat.fake_mode_of(inputs))
 
-    def on_backward(
-        self, gm: fx.GraphModule, inputs: Sequence[Any]
-    ) -> tuple[Region, list[Tensor]]:
+    def on_backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Region, list[Tensor]]:
         """Rewrite and verify the backward graph, in place.
 
         Returns the region and the fake inputs of the placeholders that were appended.
@@ -177,9 +175,7 @@ class RegionBuilder:
             inputs[number] = BucketInputs(flat, beta)
         return inputs
 
-    def _make_region(
-        self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot
-    ) -> Region:
+    def _make_region(self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot) -> Region:
         wrapper = self.wrapper
         name = wrapper.name_region(compat.frame_ids())
         plan = region_plan(name, gm.graph, inserted, wrapper.states)

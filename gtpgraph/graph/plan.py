@@ -218,7 +218,7 @@ def _decode(cls: type[_R], data: Any, where: str) -> _R:
         )
     known = {k: _decode_field(cls.__name__, k, data[k], f"{where}.{k}") for k in names}
     extra = {k: v for k, v in data.items() if k not in names}
-    return cls(**known, extra=extra)
+    return cls(**known, extra=extra)  # type: ignore[call-arg]
 
 
 def _decode_field(owner: str, key: str, value: Any, where: str) -> Any:

@@ -48,7 +48,9 @@ def _buckets(a: HookPlan, b: HookPlan) -> list[str]:
             lines.append(f"bucket: {weight}: {where[0].get(weight)} -> {where[1].get(weight)}")
     for x, y in zip_longest(a.buckets, b.buckets):
         if x is None or y is None or (x.numel, x.group, x.dtype) != (y.numel, y.group, y.dtype):
-            was, now = (f"{k.numel} x {k.dtype} over {k.group.axis}" if k else "none" for k in (x, y))
+            was, now = (
+                f"{k.numel} x {k.dtype} over {k.group.axis}" if k else "none" for k in (x, y)
+            )
             lines.append(f"bucket {(x or y).bucket}: {was} -> {now}")
     return lines
 

@@ -1,6 +1,6 @@
 """A region at run time: what surrounds its lowered forward and backward graphs.
 
-In: the arguments that AOTAutograd passes. Out: its results, with None where a gradient was finalised
+In: the arguments that AOTAutograd passes. Out: its results, None where a gradient was finalised
 inside. Around the backward graph::
 
     may it run? -> append flat buffers and betas -> run (grad_ready ops call back here)
@@ -47,8 +47,8 @@ class Region:
     """One captured piece of a model, compiled once.
 
     `sites` are GRAPHED, by site number; `leaving` are the UNGRAPHED contributions, in the order of
-    the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders; `removed`
-    are output positions that the graph no longer has.
+    the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders;
+    `removed` are output positions that the graph no longer has.
     """
 
     wrapper: DistributedDataParallel

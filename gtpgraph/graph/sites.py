@@ -38,7 +38,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class GraphWeight:
-    """A trainable weight among a graph's inputs: its index in the wrapper, and whether it is GTP."""
+    """A trainable weight among a graph's inputs: its index in the wrapper, and its kind."""
 
     index: int
     fqn: str
@@ -123,7 +123,8 @@ def grad_outputs(graph: fx.Graph) -> Iterator[tuple[int, int, fx.Node]]:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    node: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return node
 
 
 def output_leaves(output: fx.Node) -> list[object]:
@@ -181,9 +182,7 @@ def find_sites(
             blockers.append(f"{weight.fqn}: node {strange[0]} ({source_of(strange[0])})")
         known = list(uses.get(weight.index, ()))
         for leaf, use in zip(leaves, _match_uses(leaves, known), strict=True):
-            sites.append(
-                WgradSite(weight, leaf, use.number, len(leaves), use.source, (position,))
-            )
+            sites.append(WgradSite(weight, leaf, use.number, len(leaves), use.source, (position,)))
     if blockers:
         raise NotImplementedError(
             "GTP weights are used outside their gather (the shard itself is differentiated): "

@@ -1,6 +1,6 @@
 """The rules that every compiled backward graph must satisfy, as named data.
 
-In: a rewritten graph and what was expected of it, taken from the joint graph and the wrapper and not
+In: a rewritten graph and what was expected of it, taken from the joint graph and the wrapper, not
 from the passes' own marks. Out: violations; `verify` raises with all of them. Each rule has a test
 that breaks a good graph and sees exactly that rule fail.
 """
@@ -16,7 +16,7 @@ from torch import fx
 
 from gtpgraph import compat
 from gtpgraph.graph.plan import GRAPHED, Occurrence
-from gtpgraph.graph.sites import output_leaves, output_node
+from gtpgraph.graph.sites import output_node
 from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY, Place
 from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from gtpgraph.passes.snapshot import Snapshot
@@ -110,7 +110,7 @@ def _v03(g: Checked) -> Iterator[str]:
     for node in g.nodes(ACCUMULATE):
         weight = g.weight_at(node)
         if weight is None:
-            yield f"{node}: writes {node.args[0]} at {node.args[4]}, which is no weight's main_grad"
+            yield f"{node}: writes {node.args[0]} at {node.args[4]}, no weight's main_grad"
             continue
         group, _ = _reduction_of(node.args[1])
         if group != weight.group:
@@ -129,7 +129,7 @@ def _v04(g: Checked) -> Iterator[str]:
             yield f"{weight.fqn}: UNGRAPHED, but accumulated at {node}"
     owed = sum(w.contributions for w in outside)
     if g.extra_outputs != owed:
-        yield f"expected {owed} UNGRAPHED contribution(s) to leave the region, got {g.extra_outputs}"
+        yield f"expected {owed} UNGRAPHED wgrad(s) to leave the region, got {g.extra_outputs}"
 
 
 def _v05(g: Checked) -> Iterator[str]:

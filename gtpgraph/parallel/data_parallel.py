@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gtpgraph import compat
 from gtpgraph.kernels.comm import HANDLE_ATTRIBUTE
 from gtpgraph.parallel.eager import EagerQueue, GradHandle
-from gtpgraph.parallel.process_groups import UNSET, ProcessGroups
+from gtpgraph.parallel.process_groups import ProcessGroups
 from gtpgraph.parallel.ready import ReadyLedger, Report
 from gtpgraph.parallel.setup import WrapperOptions, build_states, resolve_groups
 from gtpgraph.parallel.status import Exchange
@@ -96,9 +96,10 @@ class DistributedDataParallel(nn.Module):
         self._hooks = [self._attach(state) for state in self.states]
 
     def _make_exchange(self, timeout_s: float) -> Exchange | None:
-        if self.groups.model is UNSET or self.groups.size("model") == 1:
+        group = self.groups.model
+        if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
             return None
-        if dist.get_backend(self.groups.model) == "fake":
+        if dist.get_backend(group) == "fake":
             return None  # one process stands for all: nobody would answer
         ranks = self.groups.ranks("model")
         return Exchange(ranks, ranks[self.groups.rank("model")], timeout_s=timeout_s)
@@ -133,7 +134,10 @@ class DistributedDataParallel(nn.Module):
         if state.spec is not None:
             setattr(param, HANDLE_ATTRIBUTE, GradHandle(self, state))
         param.grad = None
-        return param.register_post_accumulate_grad_hook(_AutogradHook(self, state))
+        handle: torch.utils.hooks.RemovableHandle = param.register_post_accumulate_grad_hook(
+            _AutogradHook(self, state)
+        )
+        return handle
 
     # -- the module -----------------------------------------------------------------------------
 
@@ -141,10 +145,9 @@ class DistributedDataParallel(nn.Module):
         """The wrapped model's forward, unchanged."""
         return self.module(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's state dict: its FQNs have no prefix."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's `load_state_dict`."""
@@ -173,9 +176,7 @@ class DistributedDataParallel(nn.Module):
         state: WeightState = getattr(weight, STATE_ATTRIBUTE)
         self.ledger.report(state.index, captured=self._declared)
 
-    def report(
-        self, state: WeightState, use: int, region: str | None, *, declared: bool
-    ) -> None:
+    def report(self, state: WeightState, use: int, region: str | None, *, declared: bool) -> None:
         """A contribution was finalised: tell the weight's hook, outside no_sync(), once.
 
         `region` is where it was finalised (None: eager Python); `declared` whether a region's

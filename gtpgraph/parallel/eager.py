@@ -46,7 +46,7 @@ class Pending:
 
 
 class GradHandle:
-    """What `gtpgraph::gather` calls for one GTP weight of a wrapped model (`weight._gtp_handle`)."""
+    """What `gtpgraph::gather` calls for one GTP weight of a wrapped model (`_gtp_handle`)."""
 
     def __init__(self, wrapper: DistributedDataParallel, state: WeightState) -> None:
         self._wrapper = wrapper

@@ -237,7 +237,7 @@ class ReadyLedger:
     def _short_regions(self) -> list[str]:
         return [
             f"region {r.name}: expected {r.forwards} backward(s) for as many forward calls under "
-            f"grad, got {r.backwards}; {_some([self._weights[i].name for i in r.sites])} would wait "
+            f"grad, got {r.backwards}; {_some(self._weights[i].name for i in r.sites)} would wait "
             "for ever. Run forwards without a backward under torch.no_grad(), or wrap with "
             "allow_unused=True."
             for r in self._regions.values()

@@ -1,7 +1,7 @@
 """Set-up of the data-parallel wrapper: which weight reduces over which group, in which bucket.
 
-In: a model, its groups and the wrapper's options. Out: `WeightState` records and buckets. Everything
-is resolved and checked before the first buffer is allocated.
+In: a model, its groups and the wrapper's options. Out: `WeightState` records and buckets. All of
+it is resolved and checked before the first buffer is allocated.
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ def _bucket_keys(
     ]
 
 
-def _axis(
-    param: nn.Parameter, spec: ShardSpec | None, groups: ProcessGroups, gtp: int
-) -> str:
+def _axis(param: nn.Parameter, spec: ShardSpec | None, groups: ProcessGroups, gtp: int) -> str:
     if is_expert(param):
         if spec is None and gtp > 1:
             raise NotImplementedError(

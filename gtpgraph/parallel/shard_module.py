@@ -10,7 +10,7 @@ What a plain module does and this one must not silently do otherwise:
     get_parameter(fqn)                      the shard Parameter, asked of any ancestor
     module.weight = Parameter(...)          refused (its own shard: accepted, no change)
     del, register_parameter, parametrize    refused
-    init functions that read the attribute  refused: they would initialise a temporary
+    init and resize functions that read it  refused: they would write into a temporary
     pickle, torch.save(module)              refused: save the state dict
     deepcopy, copy                          work; ties, groups and mesh are kept
     .to(...), to_empty                      work; ties are kept where torch replaces Parameters
@@ -44,8 +44,19 @@ from gtpgraph.parallel.shard_spec import (
 
 __all__ = ["ShardedModule", "original_type", "swap_class", "unswapped"]
 
-_INIT_FUNCTIONS = frozenset(
-    {"reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights"}
+# Functions, by name, that read a weight to write into it; on a gathered copy that would be lost.
+# Nothing else tells them apart: an in-place write under no_grad leaves no trace to act on.
+_WRITERS = frozenset(
+    {
+        "reset_parameters",
+        "_reset_parameters",
+        "init_weights",
+        "_init_weights",
+        "initialize_weights",
+        "resize_token_embeddings",
+        "_get_resized_embeddings",
+        "_get_resized_lm_head",
+    }
 )
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
@@ -68,8 +79,8 @@ def _eager_read(module: nn.Module, name: str) -> Tensor:
     # The one reader that wants the Parameter. It runs on an ancestor, whose class is not ours.
     if reader is nn.Module.get_parameter.__code__:
         return shard
-    if reader.co_name in _INIT_FUNCTIONS:
-        _refuse_init(module, name, reader.co_name)
+    if reader.co_name in _WRITERS:
+        _refuse_writer(module, name, reader.co_name)
     if tuple(shard.shape) != spec.shard_shape:
         raise RuntimeError(
             f"{type(module).__name__}.{name}: expected a shard of {spec.shard_shape} (of a weight "
@@ -83,11 +94,12 @@ def _eager_read(module: nn.Module, name: str) -> Tensor:
         raise RuntimeError(f"{type(module).__name__}.{name}: the gather failed") from error
 
 
-def _refuse_init(module: nn.Module, name: str, function: str) -> NoReturn:
+def _refuse_writer(module: nn.Module, name: str, function: str) -> NoReturn:
     raise RuntimeError(
-        f"{type(module).__name__}.{name}: {function} reads a sharded weight: it would initialise a "
-        "gathered copy. Expected initialised weights before shard(). Remedy: initialise, then "
-        "shard; or build on the meta device, shard, and gtpgraph.parallel.materialize"
+        f"{type(module).__name__}.{name}: {function} reads a sharded weight to write into it, and "
+        "what it reads is a gathered copy. Expected initialised weights of their final size before "
+        "shard(). Remedy: initialise or resize first and shard last; or build on the meta device, "
+        "shard, and gtpgraph.parallel.sharding.materialize"
     )
 
 
@@ -188,7 +200,7 @@ def _sharded_class(original: type[nn.Module], names: Iterable[str]) -> type[nn.M
 
 def _refused_reset(function: str, name: str) -> Callable[..., NoReturn]:
     def reset(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_init(self, name, function)
+        _refuse_writer(self, name, function)
 
     return reset
 

@@ -114,9 +114,8 @@ class Exchange:
             except dist.DistStoreError:
                 verdict = (
                     f"{name}: expected every rank of {list(self.ranks)} within "
-                    f"{self.timeout.total_seconds():g} s, rank(s) {self._absent(key)} did not come: "
-                    "did rank "
-                    f"{self.rank} alone compile again? Give every rank the same shapes and options."
+                    f"{self.timeout.total_seconds():g} s, rank(s) {self._absent(key)} absent: "
+                    f"did rank {self.rank} alone compile again? Give every rank the same shapes."
                 )
             self._store.set(f"{key}/verdict", verdict)
         verdict = self._await(f"{key}/verdict", lambda: self._absent(key))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gtpgraph.parallel.buckets import Bucket, Member
+from gtpgraph.parallel.ready import Report
 from gtpgraph.parallel.sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class WeightState:
     scale: float
     gtp_wire_dtype: torch.dtype
     wrapper: weakref.ref[DistributedDataParallel]
-    ready_hook: Callable[[nn.Parameter], None] | None = None
+    ready_hook: Callable[[nn.Parameter, Report], None] | None = None
     gathers: int = 0
 
     @property

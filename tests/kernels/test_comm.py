@@ -201,7 +201,7 @@ def test_groups_by_name(fake_group: str) -> None:
     assert comm.resolve_group(fake_group) is dist.group.WORLD
     with pytest.raises(ValueError, match="has no ProcessGroup"):
         comm.resolve_group("")
-    with pytest.raises(RuntimeError, match="'nowhere'.*shard the model again"):
+    with pytest.raises(RuntimeError, match=r"'nowhere'.*shard the model again"):
         comm.resolve_group("nowhere")
 
 

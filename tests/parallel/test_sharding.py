@@ -1,4 +1,4 @@
-"""shard: which weights, what stands in the way, equal values and gradients, the class-swap traps."""
+"""shard: which weights, what stands in the way, equal values and gradients, class-swap traps."""
 
 import copy
 import io
@@ -217,20 +217,33 @@ def test_tying_again_what_is_tied_is_no_change() -> None:
     del model.up.note
 
 
+def resize_token_embeddings(model: Any) -> None:
+    model.embed.weight.data = torch.zeros(12, 6)  # as Hugging Face does it
+
+
 def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.weight)
 
 
 @pytest.mark.parametrize(
-    "init", [lambda m: m.up.reset_parameters(), lambda m: m.apply(_init_weights)]
+    "write",
+    [
+        lambda m: m.up.reset_parameters(),
+        lambda m: m.apply(_init_weights),
+        resize_token_embeddings,
+    ],
+    ids=["reset", "init", "resize"],
 )
-def test_initialising_after_sharding_is_refused(init: Callable[[nn.Module], Any]) -> None:
+def test_initialising_and_resizing_a_sharded_model_are_refused(
+    write: Callable[[nn.Module], Any],
+) -> None:
     model = shard(Net())
-    before = model.get_parameter("up.weight").clone()
-    with pytest.raises(RuntimeError, match=r"initialised weights before shard\(\).*materialize"):
-        init(model)
-    assert torch.equal(model.get_parameter("up.weight"), before)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"final size before shard\(\).*materialize"):
+        write(model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
 
 
 def test_pickling_is_refused_in_favour_of_the_state_dict() -> None:
@@ -462,7 +475,7 @@ def _check_padding_stays_zero(rank: int, world: int) -> None:
         assert param[info.spec.valid_rows :].eq(0).all()
         squares = param.detach().double().square().sum()
         dist.all_reduce(squares)
-        whole = getattr(model.get_submodule(info.fqns[0].rpartition(".")[0]), "weight")
+        whole = model.get_submodule(info.fqns[0].rpartition(".")[0]).weight
         torch.testing.assert_close(squares, whole.detach().double().square().sum())
 
 
