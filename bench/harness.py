@@ -1,8 +1,8 @@
 """How a case is measured: correctness first, then peers interleaved in one run, as graph replays.
 
-In: a ``Case``, whose ``make`` builds one set of inputs and a thunk per implementation. Out: rows in the
-project's benchmark schema, one a (case, implementation). Every implementation is captured into a
-CUDA graph that walks through all input sets once (their bytes exceed the L2 cache), so that host
+In: a ``Case``, whose ``make`` builds one set of inputs and a thunk per implementation. Out: rows in
+the project's benchmark schema, one a (case, implementation). Every implementation is captured into
+a CUDA graph that walks through all input sets once (their bytes exceed the L2 cache), so that host
 overhead and cache hits stay out; a sample is one replay divided by the number of sets, and the
 implementations take turns sample by sample.
 """
@@ -48,11 +48,15 @@ class Case:
     conditions: dict[str, Any] = field(default_factory=dict)
 
 
-def copy_of(num_bytes: int) -> Thunk:
-    """A device copy that moves ``num_bytes`` (reads half, writes half): the memory's own speed."""
+def limits(num_bytes: int) -> dict[str, Thunk]:
+    """The memory's own speed: a copy that moves ``num_bytes`` (reads half, writes half), made two
+    ways, by the driver's copy and by a kernel; the faster of them in a run is the floor."""
     source = torch.randn(num_bytes // 8, device="cuda")
     target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    return {
+        "limit": lambda: target.copy_(source),
+        "limit:kernel": lambda: torch.neg(source, out=target),
+    }
 
 
 def capture(thunks: list[Thunk]) -> torch.cuda.CUDAGraph:
@@ -78,8 +82,10 @@ def measure(case: Case, repeats: int) -> dict[str, list[float]]:
     graphs = {name: capture([made[name] for made in inputs]) for name in inputs[0]}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    order = list(graphs.items())
     for repeat in range(repeats + 3):
-        for name, graph in graphs.items():
+        order.append(order.pop(0))  # nobody always follows the same neighbour
+        for name, graph in order:
             begin.record()
             graph.replay()
             end.record()
@@ -140,8 +146,9 @@ class Run:
         return Run(suite, uuid.uuid4().hex[:12], common)
 
     def rows(self, case: Case, samples: dict[str, list[float]]) -> list[dict[str, Any]]:
-        """Benchmark rows of one case; the floor is the median of ``limit``."""
-        floor = statistics.median(samples["limit"]) if "limit" in samples else None
+        """Benchmark rows of one case; the floor is the best median of ``limit*``."""
+        best = [statistics.median(s) for name, s in samples.items() if name.startswith("limit")]
+        floor = min(best, default=None)
         return [self.row(case.name, name, s, floor, case.conditions) for name, s in samples.items()]
 
     def row(
@@ -189,7 +196,7 @@ def print_table(case: Case, rows: list[dict[str, Any]]) -> None:
             rate = f"{case.num_flops / time_us / 1e6:6.0f} TFLOP/s"
         ratio = f"{row['floor'] / time_us:6.3f}" if row["floor"] else "      "
         print(
-            f"{case.name:32} {row['impl']:22} {time_us:9.1f} [{row['p20']:.1f}, {row['p80']:.1f}] us"
-            f"  of limit {ratio}  {rate}",
+            f"{case.name:32} {row['impl']:22} {time_us:9.1f} us "
+            f"[{row['p20']:.1f}, {row['p80']:.1f}]  of limit {ratio}  {rate}",
             flush=True,
         )

@@ -1,6 +1,7 @@
 """The kernels suite: every reduction beside its peers. Cases are data; ``harness`` measures them.
 
-``ours`` calls the operator as a graph would; ``limit`` is a device copy of the same bytes (for the
+``ours`` calls the operator as a graph would; ``limit`` and
+``limit:kernel`` are device copies of the same bytes (for the
 GEMMs the plain bf16 ``mm``). Shapes of ``wgrad_gemm`` are tokens x in_features x out_features.
 """
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Case, Thunk, copy_of
+from bench.harness import Case, Thunk, limits
 from gtpgraph.kernels import gemm_table, ops, stats
 
 SCALE = 0.125
@@ -66,7 +67,7 @@ def accumulate(numel: int = 1 << 27) -> Case:
             "add_": lambda: main.add_(wgrad, alpha=SCALE),
             "torch": lambda: main.add_(wgrad.float(), alpha=SCALE),
             "inductor": lambda: inductor(main, wgrad),
-            "limit": copy_of(10 * numel),
+            **limits(10 * numel),
         }
 
     def check() -> None:
@@ -85,7 +86,7 @@ def accumulate_store(numel: int = 1 << 27) -> Case:
         return {
             "ours": lambda: ops.accumulate(main, wgrad, zero, 0, 0, SCALE, True),
             "torch": lambda: main.copy_(wgrad).mul_(SCALE),
-            "limit": copy_of(6 * numel),
+            **limits(6 * numel),
         }
 
     def check() -> None:
@@ -112,7 +113,7 @@ def accumulate_strided(rows: int = 4096, columns: int = 14336) -> Case:
             "ours": lambda: ops.accumulate(flat, wgrad, one, 0, 0, SCALE, False),
             "add_": lambda: main.add_(wgrad, alpha=SCALE),
             "inductor": lambda: inductor(main, wgrad),
-            "limit": copy_of(10 * numel),
+            **limits(10 * numel),
         }
 
     def check() -> None:
@@ -153,7 +154,7 @@ def accumulate_many() -> Case:
             "ours": lambda: ops.accumulate_many(flat, wgrads, one, indices, offsets, SCALE, first),
             "foreach": lambda: torch._foreach_add_(mains, wgrads, alpha=SCALE),
             "add_": loop,
-            "limit": copy_of(10 * numel),
+            **limits(10 * numel),
         }
 
     def check() -> None:
@@ -183,7 +184,7 @@ def packing() -> Case:
             "ours": lambda: ops.pack(flat, tensors, offsets, SCALE),
             "ours:unpack": lambda: ops.unpack(tensors, flat, offsets, SCALE),
             "foreach": lambda: torch._foreach_copy_(views, tensors),
-            "limit": copy_of(6 * numel),
+            **limits(6 * numel),
         }
 
     def check() -> None:
@@ -216,7 +217,7 @@ def shard_reduce(ranks: int = 8, numel: int = 1 << 25) -> Case:
             ),
             "torch": lambda: main.add_(recv.sum(0, dtype=torch.float32), alpha=SCALE),
             "inductor": lambda: inductor(main, recv),
-            "limit": copy_of((2 * ranks + 8) * numel),
+            **limits((2 * ranks + 8) * numel),
         }
 
     def check() -> None:

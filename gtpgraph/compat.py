@@ -114,6 +114,15 @@ def tag_recompute(node: fx.Node) -> None:
     node.meta.setdefault("ac_graph_id", 0)
 
 
+def num_saved(output: fx.Node) -> int:
+    """How many of a partitioned forward's last outputs are saved for the backward.
+
+    Stands on the descriptors that the partitioner gives them (``SavedForBackwards...AOTOutput``).
+    """
+    descs = output.meta.get("desc") or ()
+    return sum(type(d).__name__.startswith("SavedForBackwards") for d in descs)
+
+
 def fake_mode_of(inputs: Sequence[Any]) -> Any:
     """The FakeTensorMode of a graph's example inputs."""
     from torch._guards import detect_fake_mode
@@ -231,3 +240,13 @@ def mark_visible_outputs(output: fx.Node) -> None:
         kept = [i for i, n in enumerate(leaves) if isinstance(n, fx.Node)]
         was = output.meta["user_visible_output_idxs"]
         output.meta["user_visible_output_idxs"] = kept if was else []
+
+
+def init_fake_process_group(world: int) -> None:
+    """Make this process rank 0 of `world` ranks whose collectives do nothing.
+
+    Stands on ``torch.testing._internal.distributed.fake_pg``, which registers backend "fake".
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

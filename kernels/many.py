@@ -59,18 +59,17 @@ def many_kernel(
         b = tl.full([], 1.0, tl.float32)
         if beta_index >= 0:
             b = tl.load(p_beta + beta_index)
-    o = start + tl.arange(0, TILE)  # [TILE]
-    aligned = (address % 16 == 0) & (offset % 8 == 0) & (numel % 8 == 0) & (total % 8 == 0)
-    if aligned:
-        address = tl.multiple_of(address, 16)
+    if (address % 16 == 0) & (offset % 8 == 0) & (numel % 8 == 0) & (total % 8 == 0):
+        # Rounded rather than hinted: a hint would stick to the loaded value, in the other branch
+        # too. Divisible addresses, places and lengths are what makes the accesses 16 bytes wide.
+        address = address // 16 * 16
         p_wgrad = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-        p_main = p_flat + tl.multiple_of(offset, 8)
-        numel = tl.multiple_of(numel, 8)
-        total = tl.multiple_of(total, 8)
-        o = tl.multiple_of(start, TILE) + tl.arange(0, TILE)
-        many_tile(p_main, p_wgrad, o, numel, total, b, scale, STORE)
+        p_main = p_flat + offset // 8 * 8
+        o = start // TILE * TILE + tl.arange(0, TILE)  # [TILE]
+        many_tile(p_main, p_wgrad, o, numel // 8 * 8, total // 8 * 8, b, scale, STORE)
     else:
         p_wgrad = address.to(tl.pointer_type(DTYPE))
+        o = start + tl.arange(0, TILE)
         many_tile(p_flat + offset, p_wgrad, o, numel, total, b, scale, STORE)
     if i == 0:
         tl.store(p_token, 0)

@@ -3,11 +3,13 @@
 Two tables, because they change at different times. The *tile table* says which piece of which
 tensor a program works on: it depends on shapes and offsets, is made once per plan, and is kept for
 good, since a captured graph holds its address. The *pointer table* holds the tensors' addresses:
-it is kept while the addresses stay the same, and under capture it is filled by one copy node from
-pinned memory that stays alive, so that a replay does no host work and allocates nothing.
+it is kept while the addresses stay the same. Under capture the addresses are those of every replay,
+so the table is filled at once, beside the capture, and the graph holds its kernel alone: a replay
+copies nothing, does no host work and allocates nothing.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -16,7 +18,8 @@ import torch
 TILE = 4096  # elements a program handles
 RECORD = 6  # int64 fields a tile record has
 _POINTER_TABLES = 64  # kept outside of capture, least recently used first out
-_ARENA_ENTRIES = 1 << 17  # int64 entries (1 MiB) of pinned memory that captured copies read
+_ARENA_ENTRIES = 1 << 17  # int64 entries (1 MiB) of the memory that holds captured pointer tables
+_UPLOAD_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,7 @@ class TileTable:
 
 _tiles: dict[tuple[torch.device, tuple[Segment, ...]], TileTable] = {}
 _pointers: OrderedDict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = OrderedDict()
-_arenas: list[torch.Tensor] = []
-_arena_used = 0
+_arenas: dict[torch.device, list["_Arena"]] = {}  # never freed: captured graphs hold addresses
 _lock = threading.Lock()
 
 
@@ -89,7 +91,7 @@ def pointer_table(tensors: list[torch.Tensor], device: torch.device) -> torch.Te
         return torch.tensor(pointers, dtype=torch.int64)
     if _capturing(device):
         return _captured_pointers(pointers, device)
-    _reserve(2 * len(pointers))  # so that the capture that follows finds pinned memory
+    _arena(device, len(pointers), spare=_ARENA_ENTRIES // 4)  # none can be made under capture
     key = (device, pointers)
     with _lock:
         table = _pointers.pop(key, None)
@@ -98,26 +100,57 @@ def pointer_table(tensors: list[torch.Tensor], device: torch.device) -> torch.Te
         _pointers[key] = table
         if len(_pointers) > _POINTER_TABLES:
             _pointers.popitem(last=False)
+    table.record_stream(torch.cuda.current_stream(device))  # it may be dropped before it is read
     return table
 
 
-def _reserve(entries: int) -> None:
-    """Make sure that the arena holds ``entries`` more; pinning is not allowed under capture."""
-    global _arena_used
+class _Arena:
+    """Memory that captured pointer tables are cut from, and the stream that fills it.
+
+    Made outside of capture, for allocating and pinning are not allowed inside. The stream is not
+    part of any capture, so its copies run at once; whether they have is read from ``echo``, pinned
+    memory that they copy the table back to, since asking CUDA would break the capture.
+    """
+
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self.host = torch.empty(entries, dtype=torch.int64, pin_memory=True)
+        self.echo = torch.full((entries,), -1, dtype=torch.int64).pin_memory()
+        self.table = torch.empty(entries, dtype=torch.int64, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.left = entries
+
+    def upload(self, pointers: tuple[int, ...]) -> torch.Tensor:
+        """The table of ``pointers`` on the device, complete on return; call with the lock held."""
+        start = self.host.numel() - self.left
+        self.left -= len(pointers)
+        host, echo, table = (
+            t[start : start + len(pointers)] for t in (self.host, self.echo, self.table)
+        )
+        host.copy_(torch.tensor(pointers, dtype=torch.int64))
+        with torch.cuda.stream(self.stream):
+            table.copy_(host, non_blocking=True)
+            echo.copy_(table, non_blocking=True)
+        deadline = time.monotonic() + _UPLOAD_TIMEOUT_S
+        while not torch.equal(echo, host):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"pointer table: not on the device after {_UPLOAD_TIMEOUT_S} s; the GPU is "
+                    "blocked by other work, finish that before capturing"
+                )
+        return table
+
+
+def _arena(device: torch.device, entries: int, spare: int = 0) -> _Arena:
+    """The device's arena with room for ``entries``, and ``spare`` more for captures to come."""
     with _lock:
-        if not _arenas or _arena_used + entries > _arenas[-1].numel():
-            size = max(_ARENA_ENTRIES, entries)
-            _arenas.append(torch.empty(size, dtype=torch.int64, pin_memory=True))
-            _arena_used = 0
+        arenas = _arenas.setdefault(device, [])
+        if not arenas or arenas[-1].left < entries + spare:
+            arenas.append(_Arena(max(_ARENA_ENTRIES, 4 * entries), device))
+        return arenas[-1]
 
 
 def _captured_pointers(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    global _arena_used
-    _reserve(len(pointers))
+    arena = _arena(device, len(pointers))
     with _lock:
-        host = _arenas[-1][_arena_used : _arena_used + len(pointers)]
-        _arena_used += len(pointers)
-    host.copy_(torch.tensor(pointers, dtype=torch.int64))
-    return torch.empty(len(pointers), dtype=torch.int64, device=device).copy_(
-        host, non_blocking=True
-    )
+        return arena.upload(pointers)

@@ -42,15 +42,14 @@ def unpack_kernel(
     numel = tl.load(p_record + 2)
     offset = tl.load(p_record + 4)
     address = tl.load(p_pointers + segment)
-    o = start + tl.arange(0, TILE)  # [TILE]
     if (address % 16 == 0) & (offset % 8 == 0) & (numel % 8 == 0):
-        address = tl.multiple_of(address, 16)
+        address = address // 16 * 16  # rounded rather than hinted, as in many.py
         p_out = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-        numel = tl.multiple_of(numel, 8)
-        o = tl.multiple_of(start, TILE) + tl.arange(0, TILE)
-        unpack_tile(p_out, p_flat + tl.multiple_of(offset, 8), o, numel, scale)
+        o = start // TILE * TILE + tl.arange(0, TILE)  # [TILE]
+        unpack_tile(p_out, p_flat + offset // 8 * 8, o, numel // 8 * 8, scale)
     else:
         p_out = address.to(tl.pointer_type(DTYPE))
+        o = start + tl.arange(0, TILE)
         unpack_tile(p_out, p_flat + offset, o, numel, scale)
     if i == 0:
         tl.store(p_token, 0)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import gtpgraph.kernels.ops
+import gtpgraph.kernels.readiness  # noqa: F401 - both register operators
 from gtpgraph.graph.sites import WgradSite, output_leaves, output_node
 from gtpgraph.passes.edit import PassResult, add_placeholder, call, finish
 

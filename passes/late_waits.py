@@ -11,6 +11,7 @@ mutation and would accept a report before its accumulate. Units never overtake o
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 from torch import fx
 
@@ -22,9 +23,10 @@ Unit = list[fx.Node]
 
 
 def find_units(graph: fx.Graph) -> dict[fx.Node, Unit]:
-    """[wait], accumulate, grad_ready of each site, by its accumulate, in graph order.
+    """[wait], accumulate, grad_ready of each site, by the first of them, in graph order.
 
-    The wait belongs to the first unit that reads it, and to none if anything but accumulates does.
+    The wait of a reduce-scatter belongs to the first unit that reads it, and to none if anything
+    but accumulates does.
     """
     units: dict[fx.Node, Unit] = {}
     claimed: set[fx.Node] = set()
@@ -32,30 +34,35 @@ def find_units(graph: fx.Graph) -> dict[fx.Node, Unit]:
         if node.target is not ACCUMULATE:
             continue
         wgrad = node.args[1]
-        ready = [u for u in node.users if u.target is GRAD_READY]
-        unit = [node, *ready]
-        if (
-            isinstance(wgrad, fx.Node)
-            and wgrad.target is WAIT
-            and wgrad not in claimed
-            and all(u.target is ACCUMULATE for u in wgrad.users)
-        ):
+        unit = [node, *(u for u in node.users if u.target is GRAD_READY)]
+        if isinstance(wgrad, fx.Node) and wgrad not in claimed and _is_own_wait(wgrad):
             claimed.add(wgrad)
             unit.insert(0, wgrad)
-        units[node] = unit
+        units[unit[0]] = unit
     return units
 
 
+def _is_own_wait(node: fx.Node) -> bool:
+    if node.target is not WAIT or any(u.target is not ACCUMULATE for u in node.users):
+        return False
+    launch = node.args[0]
+    return isinstance(launch, fx.Node) and launch.target is REDUCE_SCATTER
+
+
 def late_waits_pass(gm: fx.GraphModule, *, depth: int = 1) -> PassResult:
-    """Let `depth` reductions be in flight before the oldest is waited for; 0 changes nothing."""
+    """Let `depth` reductions be in flight before the oldest is waited for; 0 changes nothing.
+
+    Idempotent. Reductions that something else than accumulates reads are left where they are.
+    """
     if depth == 0:
         return finish(gm, {"delayed": 0})
+    before = list(gm.graph.nodes)
     units = find_units(gm.graph)
-    movable = {n for unit in units.values() for n in unit}
+    launches = {unit[0].args[0] for unit in units.values() if unit[0].target is WAIT}
     waiting: deque[Unit] = deque()
-    in_flight = moved = 0
-    for node in list(gm.graph.nodes):
-        if node.target is REDUCE_SCATTER:
+    in_flight = 0
+    for node in before:
+        if node in launches:
             in_flight += 1
             spot = node
             while in_flight > depth and waiting:
@@ -63,16 +70,16 @@ def late_waits_pass(gm: fx.GraphModule, *, depth: int = 1) -> PassResult:
                 spot = _move(unit, spot)
                 in_flight -= unit[0].target is WAIT
         elif node in units:
-            unit = units[node]
-            if waiting or unit[0].target is WAIT:
-                waiting.append(unit)
-                moved += 1
+            launched = node.target is WAIT
+            if waiting or (launched and in_flight <= depth):
+                waiting.append(units[node])
+            else:
+                in_flight -= launched
         elif node.op == "output":
             for unit in waiting:
                 for part in unit:
                     node.prepend(part)
-    assert movable or not moved
-    return finish(gm, {"delayed": moved})
+    return finish(gm, {"delayed": _num_moved(before, gm.graph, units)})
 
 
 def _move(unit: Unit, behind: fx.Node) -> fx.Node:
@@ -80,3 +87,9 @@ def _move(unit: Unit, behind: fx.Node) -> fx.Node:
         behind.append(node)
         behind = node
     return behind
+
+
+def _num_moved(before: list[fx.Node], graph: fx.Graph, units: dict[fx.Node, Unit]) -> int:
+    """Units behind which stands another node than before."""
+    was = {node: ahead for ahead, node in pairwise(before)}
+    return sum(1 for first in units if first.prev is not was[first])

@@ -28,6 +28,13 @@ WAIT = _c10d.wait_tensor.default
 _aten = torch.ops.aten
 
 
+def is_launch(node: fx.Node) -> bool:
+    """Whether a node starts a functional collective, one of ours or of the model's own."""
+    target = node.target
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
+    return ours and target is not WAIT
+
+
 def lower_collectives_pass(
     gm: fx.GraphModule, *, wire_dtype: torch.dtype | None, fake_mode: Any
 ) -> PassResult:

@@ -19,29 +19,26 @@ from gtpgraph.graph.sites import is_gather
 
 
 def find_gathered(joint: fx.Graph) -> list[fx.Node]:
-    """Forward gathers, and the nodes computed from nothing but gathered weights, in order."""
-    derived: dict[fx.Node, None] = {}
+    """Forward gathers over more than one process, and the nodes computed from nothing but gathered
+    weights of which one at least is such, in order.
+
+    A gather over a group of one is an alias of the weight: nothing would be saved by repeating it.
+    """
+    remote: dict[fx.Node, bool] = {}
     for node in joint.nodes:
         if node.op != "call_function" or compat.is_backward_node(node):
             continue
         inputs = node.all_input_nodes
-        if is_gather(node) or (inputs and all(i in derived for i in inputs)):
-            derived[node] = None
-    return list(derived)
+        if is_gather(node):
+            remote[node] = node.args[2] != ""
+        elif inputs and all(i in remote for i in inputs):
+            remote[node] = any(remote[i] for i in inputs)
+    return [node for node, over_ranks in remote.items() if over_ranks]
 
 
 def regather_pass(joint: fx.Graph) -> int:
-    """Tag what `find_gathered` finds; returns how many nodes were tagged. Idempotent.
-
-    Gathers over a group of one are left out: nothing would be saved by repeating an alias.
-    """
-    nodes = [n for n in find_gathered(joint) if not _is_local(n)]
+    """Tag what `find_gathered` finds; returns how many nodes were tagged. Idempotent."""
+    nodes = find_gathered(joint)
     for node in nodes:
         compat.tag_recompute(node)
     return len(nodes)
-
-
-def _is_local(node: fx.Node) -> bool:
-    while not is_gather(node):
-        node = node.all_input_nodes[0]
-    return node.args[2] == ""

@@ -7,12 +7,12 @@ buckets are completed; no rank lists, names, versions or paths, so that equal wo
 
 from __future__ import annotations
 
-from torch import fx
+from torch import Tensor, fx
 
 from gtpgraph.graph.plan import RegionPlan
 from gtpgraph.graph.verify import first_difference
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
-from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER
+from gtpgraph.passes.lower_collectives import is_launch
 
 
 def collective_order(
@@ -22,17 +22,23 @@ def collective_order(
     lines: dict[tuple[int, ...], list[str]] = {}
     by_group = {s.spec.group_name: tuple(s.spec.ranks) for s in wrapper.states if s.spec}
     for node in graph.nodes:
-        if node.target in (REDUCE_SCATTER, ALL_GATHER):
-            val = node.args[0].meta["val"]
-            ranks = by_group[str(node.args[-1])]
-            kind = "reduce_scatter" if node.target is REDUCE_SCATTER else "all_gather"
-            lines.setdefault(ranks, []).append(f"{kind} {list(val.shape)} {val.dtype}")
+        ranks = by_group.get(str(node.args[-1])) if is_launch(node) else None
+        if ranks is not None:  # others are the model's own, on groups that we know nothing about
+            kind = str(node.target).split(".")[1]
+            sent = " ".join(_shape(n.meta["val"]) for n in node.all_input_nodes)
+            lines.setdefault(ranks, []).append(f"{kind} {sent}")
     for occurrence in plan.occurrences:
         side = wrapper.buckets[occurrence.bucket].side
         if side.size > 1:
             text = f"report bucket {occurrence.bucket} ({occurrence.bytes} bytes)"
             lines.setdefault(side.ranks, []).append(text)
     return {ranks: "\n".join(text) for ranks, text in lines.items()}
+
+
+def _shape(val: Tensor) -> str:
+    """Shape and dtype; a symbolic size reads the same on every rank."""
+    sizes = [str(s) if isinstance(s, int) else "?" for s in val.shape]
+    return f"[{', '.join(sizes)}] {val.dtype}"
 
 
 def agree_on_order(

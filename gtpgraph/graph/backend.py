@@ -15,11 +15,15 @@ from torch import fx, nn
 from gtpgraph import compat
 from gtpgraph.graph.assemble import assemble_plan
 from gtpgraph.graph.builder import CompileOptions, RegionBuilder, weights_of
+from gtpgraph.graph.capture import cuda_driver
+from gtpgraph.graph.chains import check_patterns
+from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.lower import LOWERINGS
 from gtpgraph.graph.plan import HookPlan
 from gtpgraph.graph.region import Region
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.ready import Report
+from gtpgraph.parallel.weights import WeightState
 
 
 def gtpgraph(
@@ -28,6 +32,7 @@ def gtpgraph(
     *,
     options: Mapping[str, Any] | None = None,
     owner: object = None,
+    driver: Driver | None = None,
 ) -> Callable[..., Any]:
     """Backend of ``torch.compile(model, backend="gtpgraph", options={...})``.
 
@@ -37,6 +42,7 @@ def gtpgraph(
         options: fields of `CompileOptions`: lowering, ungraphed, reshard_after_forward,
             reduces_in_flight.
         owner: whom the region belongs to, for callers that compile one wrapper several times.
+        driver: the graph runtime for replay; None for CUDA.
 
     Raises:
         ValueError: an unknown option, or trainable weights that no wrapper owns.
@@ -45,8 +51,15 @@ def gtpgraph(
     states = weights_of(gm)
     if not states:
         return _plain(gm, example_inputs, chosen)
-    builder = RegionBuilder(states, chosen, owner)
+    builder = RegionBuilder(states, chosen, owner, driver or _driver(states, chosen))
     return LOWERINGS[chosen.lowering](gm, example_inputs, builder)
+
+
+def _driver(states: Mapping[int, WeightState], options: CompileOptions) -> Driver | None:
+    wrapper = next(iter(states.values())).wrapper()
+    if options.replay is None or wrapper is None:
+        return None
+    return wrapper.graph_driver(lambda: cuda_driver(wrapper, "gtpgraph.compile"))
 
 
 def _plain(
@@ -79,8 +92,13 @@ def compile(
     ungraphed: Sequence[str] = (),
     reshard_after_forward: bool = True,
     reduces_in_flight: int = 1,
+    replay: str | None = None,
+    dispatch: str = "event",
+    max_captures: int = 8,
+    max_in_flight: int = 4,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    driver: Driver | None = None,
 ) -> CompiledModel:
     """Compile a wrapped model for graph replay, with readiness inside its backward graphs.
 
@@ -90,8 +108,15 @@ def compile(
         ungraphed: fnmatch patterns over FQNs of weights that eager Python finalises.
         reshard_after_forward: gather weights again in the backward rather than keep them.
         reduces_in_flight: GTP reductions in flight before the oldest is waited for.
+        replay: "cuda" captures each region's forward and backward as CUDA graphs in their second
+            call and replays them from then on; None runs them.
+        dispatch: of a replay: "event" starts a bucket's reduction when its last accumulate has run,
+            in the middle of the replay; "after" when the replay has ended (a baseline).
+        max_captures: input shapes captured per region; others run uncaptured, which is said once.
+        max_in_flight: forwards of a region, per shape, whose backward has not run.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
+        driver: the graph runtime for replay; None for CUDA.
 
     Raises:
         ValueError: no wrapper in the model, a pattern that matches no weight, a bad option.
@@ -101,8 +126,12 @@ def compile(
         "ungraphed": ungraphed,
         "reshard_after_forward": reshard_after_forward,
         "reduces_in_flight": reduces_in_flight,
+        "replay": replay,
+        "dispatch": dispatch,
+        "max_captures": max_captures,
+        "max_in_flight": max_in_flight,
     }
-    return CompiledModel(model, options, fullgraph=fullgraph, dynamic=dynamic)
+    return CompiledModel(model, options, fullgraph=fullgraph, dynamic=dynamic, driver=driver)
 
 
 def wrapper_of(module: nn.Module | Callable[..., Any]) -> DistributedDataParallel:
@@ -136,17 +165,18 @@ class CompiledModel:
         *,
         fullgraph: bool = False,
         dynamic: bool | None = None,
+        driver: Driver | None = None,
     ) -> None:
         self.model = model
         self.wrapper = wrapper_of(model)
         self.options = _options(options)
-        from gtpgraph.graph.chains import check_patterns
-
+        if self.options.replay == "cuda" and driver is None:
+            cuda_driver(self.wrapper, "gtpgraph.compile")
         names = [f for s in self.wrapper.states for f in s.fqns]
         check_patterns(self.options.ungraphed, names)
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return gtpgraph(gm, inputs, options=options, owner=self)
+            return gtpgraph(gm, inputs, options=options, owner=self, driver=driver)
 
         self._compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
 

@@ -17,8 +17,11 @@ from torch import Tensor, fx, nn
 from gtpgraph import compat
 from gtpgraph.graph.agree import agree_on_order
 from gtpgraph.graph.chains import chain_of, check_patterns
+from gtpgraph.graph.driver import Driver
+from gtpgraph.graph.checked import Checked, Expected
 from gtpgraph.graph.occurrences import region_plan
 from gtpgraph.graph.plan import GRAPHED
+from gtpgraph.graph.replay import RegionReplay, ReplayOptions
 from gtpgraph.graph.region import Region, RegionSite, declare_calls
 from gtpgraph.graph.sites import (
     GraphWeight,
@@ -27,8 +30,10 @@ from gtpgraph.graph.sites import (
     find_uses,
     grad_outputs,
     is_reduce,
+    output_node,
+    wgrad_names,
 )
-from gtpgraph.graph.verify import Checked, Expected, verify
+from gtpgraph.graph.verify import verify
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.weights import WeightState, state_of
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
@@ -45,6 +50,14 @@ class CompileOptions:
     ungraphed: tuple[str, ...] = ()
     reshard_after_forward: bool = True
     reduces_in_flight: int = 1
+    replay: str | None = None
+    dispatch: str = "event"
+    max_captures: int = 8
+    max_in_flight: int = 4
+
+    @property
+    def replay_options(self) -> ReplayOptions:
+        return ReplayOptions(self.dispatch, self.max_captures, self.max_in_flight)
 
     def check(self) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -53,10 +66,13 @@ class CompileOptions:
             bad.append(f"lowering: expected 'eager' or 'inductor', got {self.lowering!r}")
         if isinstance(self.ungraphed, str):
             bad.append(f"ungraphed: expected a list of patterns, got {self.ungraphed!r}")
+        if self.replay not in (None, "cuda"):
+            bad.append(f"replay: expected None or 'cuda', got {self.replay!r}")
         if self.reduces_in_flight < 0:
             bad.append(f"reduces_in_flight: expected 0 or more, got {self.reduces_in_flight}")
         if bad:
             raise ValueError("gtpgraph.compile: " + "; ".join(bad) + ".")
+        self.replay_options.check("gtpgraph.compile")
 
     @property
     def identity(self) -> str:
@@ -101,7 +117,8 @@ class RegionBuilder:
     """State of one region's compilation, between the callbacks of a lowering."""
 
     def __init__(
-        self, states: dict[int, WeightState], options: CompileOptions, owner: object = None
+        self, states: dict[int, WeightState], options: CompileOptions, owner: object = None,
+        driver: Driver | None = None,
     ) -> None:
         wrapper = next(iter(states.values())).wrapper()
         assert wrapper is not None
@@ -115,7 +132,9 @@ class RegionBuilder:
         }
         self._uses: dict[int, tuple[Use, ...]] = {}
         self._owed: Counter[int] = Counter()
-        self._forward_order = ""
+        self._wgrads: dict[int, tuple[str, ...]] = {}
+        self.driver = driver
+        self._num_saved = 0
         check_patterns(options.ungraphed, [f for s in wrapper.states for f in s.fqns])
 
     # -- callbacks of a lowering ----------------------------------------------------------------
@@ -135,6 +154,7 @@ class RegionBuilder:
     def on_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Lower the forward graph's gathers, in place."""
         rewrite_forward(gm, compat.fake_mode_of(inputs))
+        self._num_saved = compat.num_saved(output_node(gm.graph))
 
     def on_backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Region, list[Tensor]]:
         """Rewrite and verify the backward graph, in place.
@@ -143,6 +163,7 @@ class RegionBuilder:
         """
         fake_mode = compat.fake_mode_of(inputs)
         before = str(gm.graph)
+        self._wgrads = wgrad_names(gm.graph, self._weights)
         buckets = self._bucket_inputs(fake_mode)
         request = BackwardRequest(
             self._weights, self._uses, self._places(), self._chains(), buckets,
@@ -191,6 +212,11 @@ class RegionBuilder:
             wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
             self.owner, self.options.lowering,
         )  # fmt: skip
+        if self.driver is not None:
+            region.replay = RegionReplay(
+                region, self.driver, self.options.replay_options, self._num_saved
+            )
+            wrapper.add_closer(region.replay.close)
         wrapper.add_region(region)
         return region
 
@@ -207,6 +233,7 @@ class RegionBuilder:
             Expected(
                 s.fqn, position, self._owed[s.index], chains[s.index],
                 s.spec.group_name if s.spec else "", places[s.index],
+                self._wgrads.get(position, ()),
             )
             for position, s in self._states.items()
         ]  # fmt: skip

@@ -86,11 +86,12 @@ class _Forward:
 
 
 def run_by_fx(graph: fx.GraphModule) -> Lowered:
-    """Run a graph node by node, in order."""
+    """Run a graph node by node, in order; a capture finds the nodes through `graph_module`."""
 
     def run(args: list[Any]) -> Any:
         values = list(args)
         args.clear()
         return graph(*values)
 
+    run.graph_module = graph  # type: ignore[attr-defined]
     return compat.boxed(run)

@@ -115,11 +115,13 @@ class HookPlan:
 
     @property
     def hash(self) -> str:
-        """Digest of everything but versions, model name, lowering, node names and source lines."""
+        """Digest of everything but versions, model name, lowering, node names, source lines and
+        calls: a plan keeps its digest when its first step shows one call of each region."""
         body = _encode(self)
         for key in ("versions", "model", "lowering", "schema", "hash", "warnings"):
             body.pop(key, None)
         for region in body["regions"]:
+            region.pop("calls")  # null until a step has run; ready_counts holds what it changes
             for occurrence in region["occurrences"]:
                 occurrence.pop("node"), occurrence.pop("source")
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
@@ -216,9 +218,29 @@ def _decode(cls: type[_R], data: Any, where: str) -> _R:
             f"{where}: expected the keys of {cls.__name__}, missing {missing}. "
             "Write the plan again with `gtpgraph inspect`."
         )
-    known = {k: _decode_field(cls.__name__, k, data[k], f"{where}.{k}") for k in names}
+    kinds = {f.name: str(f.type) for f in fields(cls)}  # type: ignore[arg-type]
+    known = {}
+    for key in sorted(names):
+        _check_kind(data[key], kinds[key], f"{where}.{key}")
+        known[key] = _decode_field(cls.__name__, key, data[key], f"{where}.{key}")
     extra = {k: v for k, v in data.items() if k not in names}
     return cls(**known, extra=extra)  # type: ignore[call-arg]
+
+
+_JSON_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "None": (type(None),), "tuple": (list,),
+    "Mapping": (dict,), "AxisRanks": (dict,),
+}  # fmt: skip
+
+
+def _check_kind(value: Any, annotation: str, where: str) -> None:
+    """`annotation` is a field's, for example ``int | None`` or ``tuple[str, ...]``."""
+    kinds = [k.partition("[")[0] for k in annotation.split(" | ")]
+    if not isinstance(value, tuple(t for k in kinds for t in _JSON_KINDS[k])):
+        raise ValueError(
+            f"{where}: expected {annotation}, got {value!r:.60}. "
+            "Write the plan again with `gtpgraph inspect`."
+        )
 
 
 def _decode_field(owner: str, key: str, value: Any, where: str) -> Any:

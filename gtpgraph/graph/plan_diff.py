@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,16 @@ def _buckets(a: HookPlan, b: HookPlan) -> list[str]:
     return lines
 
 
+def _fields(a: Occurrence | None, b: Occurrence | None) -> list[str]:
+    """Fields of one occurrence that differ, apart from what the plan's hash leaves out."""
+    pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(type(a or b)))  # type: ignore[arg-type]
+    return [
+        f"{name} {was} -> {now}"
+        for name, was, now in pairs
+        if was != now and name not in ("node", "source")
+    ]
+
+
 def _order(a: HookPlan, b: HookPlan) -> list[str]:
     lines = []
     for x, y in zip_longest(a.regions, b.regions):
@@ -67,4 +78,5 @@ def _order(a: HookPlan, b: HookPlan) -> list[str]:
             if was != now:
                 lines.append(f"order: region {x.name}, occurrence {k}: {was} -> {now}")
                 break
+            lines += [f"region {x.name}, occurrence {k}, {was}: {line}" for line in _fields(o, p)]
     return lines

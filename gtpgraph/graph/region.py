@@ -17,6 +17,7 @@ from typing import Any
 from gtpgraph import compat
 from gtpgraph.graph.chains import group_occurrences
 from gtpgraph.graph.plan import RegionPlan
+from gtpgraph.graph.replay import RegionReplay
 from gtpgraph.kernels.readiness import recording
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.ready import RegionCalls
@@ -61,6 +62,7 @@ class Region:
     owner: object = None
     lowering: str = "eager"
     texts: dict[str, str] = field(default_factory=dict)
+    replay: RegionReplay | None = None
 
     @property
     def name(self) -> str:
@@ -71,8 +73,10 @@ class Region:
 
         def forward(args: list[Any]) -> Any:
             if compat.backward_id() is None:
-                self.wrapper.ledger.region_forward(self.calls)
-            return compat.call_boxed(compiled, args)
+                self.note_forward()
+            if self.replay is None or self.wrapper.recording is not None:
+                return compat.call_boxed(compiled, args)
+            return self.replay.forward(compiled, args)
 
         return compat.boxed(forward)
 
@@ -82,21 +86,38 @@ class Region:
         def backward(args: list[Any]) -> list[Any]:
             wrapper = self.wrapper
             wrapper.enter_backward()
-            wrapper.ledger.region_backward(self.calls, sync=wrapper.sync)
-            owned = [wrapper.buckets[b] for b in self.buckets]
-            args.extend(bucket.flat for bucket in owned)
-            args.extend(bucket.beta() for bucket in owned)
-            run = _Run(self)
+            if wrapper.recording is None:
+                wrapper.ledger.region_backward(self.calls, sync=wrapper.sync)
             try:
-                with recording(run):
-                    outputs = list(compat.call_boxed(compiled, args))
-                run.check()
+                return self._finish(self._run_backward(compiled, args))
             except BaseException:
                 wrapper.ledger.broken = True
                 raise
-            return self._finish(outputs)
 
         return compat.boxed(backward)
+
+    def note_forward(self) -> None:
+        """A forward call under grad, outside recomputation: its backward is owed."""
+        if self.wrapper.recording is None:
+            self.wrapper.ledger.region_forward(self.calls)
+        else:
+            self.wrapper.recording.calls.append(self.calls)
+
+    def _run_backward(self, compiled: Any, args: list[Any]) -> list[Any]:
+        record, replay = self.wrapper.recording, self.replay
+        if replay is not None and record is None:
+            instance = replay.find(args)
+            if instance is not None and replay.backward_is_warm:
+                return replay.backward(compiled, args, instance)
+            replay.backward_is_warm = True
+        owned = [self.wrapper.buckets[b] for b in self.buckets]
+        args.extend(bucket.flat for bucket in owned)
+        args.extend(record.beta(b) if record is not None else b.beta() for b in owned)
+        run = _Run(self)
+        with recording(run):
+            outputs = list(compat.call_boxed(compiled, args))
+        run.check()
+        return outputs
 
     def _finish(self, outputs: list[Any]) -> list[Any]:
         kept = len(outputs) - len(self.leaving)
@@ -120,7 +141,10 @@ class _Run:
         self.recorded.append(site)
         region = self._region
         state, use = region.sites[site].state, region.sites[site].use
-        state.bucket.filled[state.member.slot] = True
+        if region.wrapper.recording is not None:
+            region.wrapper.recording.record(state, use, region.name, declared=True)
+            return
+        state.bucket.fill(state.member)
         region.wrapper.ledger.settle(state.index)
         region.wrapper.report(state, use, region.name, declared=True)
 

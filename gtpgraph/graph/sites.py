@@ -32,6 +32,7 @@ _CASTS = {
     _aten.alias.default,
 }
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_MODELS = str(Path(_PACKAGE) / "gpt.py")  # the built-in models' code is a model's, not machinery
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -122,6 +123,20 @@ def grad_outputs(graph: fx.Graph) -> Iterator[tuple[int, int, fx.Node]]:
             yield position, source, node
 
 
+def wgrad_names(
+    backward: fx.Graph, weights: Mapping[int, GraphWeight]
+) -> dict[int, tuple[str, ...]]:
+    """Input position -> names of the nodes that hold its weight's unreduced wgrads, as `verify`
+    needs them: one for each contribution, before anything was inserted."""
+    names = {}
+    for _, source, node in grad_outputs(backward):
+        weight = weights.get(source)
+        if weight is not None:
+            leaves = contributions(node, is_reduce) if weight.is_gtp else [node]
+            names[source] = tuple(str(leaf.args[0] if is_reduce(leaf) else leaf) for leaf in leaves)
+    return names
+
+
 def output_node(graph: fx.Graph) -> fx.Node:
     node: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
     return node
@@ -145,11 +160,17 @@ def contributions(root: fx.Node, is_leaf: Callable[[fx.Node], bool]) -> list[fx.
             leaves.append(node)
         elif node.target in _CASTS:
             stack.append(node.args[0])  # type: ignore[arg-type]
-        elif node.target is _aten.add.Tensor and all(isinstance(a, fx.Node) for a in node.args):
+        elif _is_plain_add(node):
             stack.extend(node.args)  # type: ignore[arg-type]
         else:
             leaves.append(node)
     return leaves
+
+
+def _is_plain_add(node: fx.Node) -> bool:
+    """a + b of two tensors; ``add(a, b, alpha=2)`` is not a sum of contributions."""
+    tensors = all(isinstance(a, fx.Node) for a in node.args)
+    return node.target is _aten.add.Tensor and tensors and not node.kwargs
 
 
 def find_sites(
@@ -216,8 +237,8 @@ def source_of(node: fx.Node) -> str:
     frames = [
         (m["file"], m["line"]) for m in _FRAME.finditer(str(node.meta.get("stack_trace") or ""))
     ]
-    ours = [f for f in frames if not f[0].startswith(_PACKAGE + os.sep)]
-    user = [f for f in ours if not f[0].startswith(_TORCH + os.sep)] or ours
+    outside = [f for f in frames if f[0] == _MODELS or not f[0].startswith(_PACKAGE + os.sep)]
+    user = [f for f in outside if not f[0].startswith(_TORCH + os.sep)] or outside
     if not user:
         return ""
     file, line = user[-1]

@@ -7,103 +7,78 @@ that breaks a good graph and sees exactly that rule fail.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from gtpgraph import compat
-from gtpgraph.graph.plan import GRAPHED, Occurrence
+from gtpgraph.graph.checked import (
+    Checked,
+    Expected,
+    group_of,
+    is_main_grad,
+    last_read,
+    wgrad_behind,
+    written_by,
+)
+from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import output_node
-from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY, Place
-from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
-from gtpgraph.passes.snapshot import Snapshot
+from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY
+from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, is_launch
 
-_LOOK_THROUGH = {
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.slice.Tensor,
-}
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One weight as the joint graph and the wrapper know it.
-
-    `contributions` are those the joint graph adds up; `group` is the name of the GTP group ("" for
-    none); `position` is its place among the traced graph's inputs.
-    """
-
-    fqn: str
-    position: int
-    contributions: int
-    chain: str
-    group: str
-    place: Place
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A graph to verify: `occurrences` is its plan, `extra_outputs` how many unreduced wgrads leave
-    it, `peers` the collective order of each rank where that is known, `coalesced` whether uses were
-    summed before one reduction."""
-
-    graph: fx.Graph
-    weights: Sequence[Expected]
-    occurrences: Sequence[Occurrence]
-    extra_outputs: int
-    inserting: Snapshot | None = None
-    peers: Mapping[int, str] = field(default_factory=dict)
-    coalesced: bool = False
-
-    def weight_at(self, accumulate: fx.Node) -> Expected | None:
-        """The weight whose main_grad an accumulate writes, by flat buffer and offset."""
-        flat, offset = accumulate.args[0], accumulate.args[4]
-        for weight in self.weights:
-            named = isinstance(flat, fx.Node) and flat.target == f"main_grad_{weight.place.bucket}"
-            if named and weight.place.offset == offset:
-                return weight
-        return None
-
-    def nodes(self, *targets: object) -> list[fx.Node]:
-        return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
+_OURS = (ACCUMULATE, GRAD_READY, BUCKET_REDUCE)
 
 
 def _v01(g: Checked) -> Iterator[str]:
-    found = Counter(w.fqn for n in g.nodes(ACCUMULATE) if (w := g.weight_at(n)))
+    found: dict[str, list[fx.Node]] = {}
+    for node in g.nodes(ACCUMULATE):
+        weight = g.weight_at(node)
+        if weight is not None:
+            found.setdefault(weight.fqn, []).append(node)
     for weight in g.weights:
-        if weight.chain != GRAPHED:
-            continue
-        expected = min(weight.contributions, 1) if g.coalesced else weight.contributions
-        if found[weight.fqn] != expected:
-            yield f"{weight.fqn}: expected {expected} accumulate(s), got {found[weight.fqn]}"
+        if weight.chain == GRAPHED:
+            yield from _accumulated_once(weight, found.get(weight.fqn, []), g.coalesced)
     returned = {compat.grad_of_input(d) for d in output_node(g.graph).meta.get("desc") or ()}
     for weight in g.weights:
         if weight.position in returned:
             yield f"{weight.fqn}: its gradient is also returned to autograd"
 
 
+def _accumulated_once(
+    weight: Expected, accumulates: Sequence[fx.Node], coalesced: bool
+) -> Iterator[str]:
+    expected = min(weight.contributions, 1) if coalesced else weight.contributions
+    if len(accumulates) != expected:
+        yield f"{weight.fqn}: expected {expected} accumulate(s), got {len(accumulates)}"
+    elif not coalesced:
+        got = [wgrad_behind(n.args[1], weight.wgrads) for n in accumulates]
+        if sorted(got) != sorted(weight.wgrads):
+            yield f"{weight.fqn}: expected the wgrads {sorted(weight.wgrads)}, got {sorted(got)}"
+    for k, node in enumerate(accumulates):
+        if node.args[6] is not (k == 0):
+            yield (
+                f"{node}: expected first={k == 0} at contribution {k} of {weight.fqn}: a first "
+                "one stores, a later one must add"
+            )
+
+
 def _v02(g: Checked) -> Iterator[str]:
+    weights = {o.site: o.weight for o in g.occurrences}
     for node in g.nodes(ACCUMULATE):
         ready = [u for u in node.users if u.target is GRAD_READY]
         if len(ready) != 1 or ready[0].args[0] is not node.args[0]:
             yield f"{node}: expected one grad_ready on its token and buffer, got {ready}"
+            continue
+        weight, said = g.weight_at(node), weights.get(int(str(ready[0].args[1])))
+        if weight is not None and said is not None and said != weight.fqn:
+            yield f"{node}: expected a grad_ready of {weight.fqn}, got {ready[0]} of {said}"
     for node in g.nodes(GRAD_READY):
         before = node.args[2]
         if not (isinstance(before, fx.Node) and before.target is ACCUMULATE):
             yield f"{node}: expected the token of its accumulate, got {before}"
-
-
-def _reduction_of(node: object) -> tuple[str, fx.Node | None]:
-    while isinstance(node, fx.Node) and node.target in _LOOK_THROUGH:
-        node = node.args[0]
-    if isinstance(node, fx.Node) and node.target is WAIT:
-        launch = node.args[0]
-        if isinstance(launch, fx.Node) and launch.target is REDUCE_SCATTER:
-            return str(launch.args[3]), launch
-    return "", None
 
 
 def _v03(g: Checked) -> Iterator[str]:
@@ -112,9 +87,14 @@ def _v03(g: Checked) -> Iterator[str]:
         if weight is None:
             yield f"{node}: writes {node.args[0]} at {node.args[4]}, no weight's main_grad"
             continue
-        group, _ = _reduction_of(node.args[1])
+        group, place = group_of(node.args[1]), weight.place
         if group != weight.group:
             yield f"{weight.fqn}: expected a reduction over group {weight.group!r}, got {group!r}"
+        beta = getattr(node.args[2], "target", None)
+        expected = (f"beta_{place.bucket}", place.slot, place.scale)
+        if (beta, node.args[3], node.args[5]) != expected:
+            got = (beta, node.args[3], node.args[5])
+            yield f"{weight.fqn}: expected (beta, slot, scale) {expected}, got {got}"
 
 
 def _v04(g: Checked) -> Iterator[str]:
@@ -127,7 +107,7 @@ def _v04(g: Checked) -> Iterator[str]:
         weight = g.weight_at(node)
         if weight is not None and weight.chain != GRAPHED:
             yield f"{weight.fqn}: UNGRAPHED, but accumulated at {node}"
-    owed = sum(w.contributions for w in outside)
+    owed = sum({w.fqn: w.contributions for w in outside}.values())
     if g.extra_outputs != owed:
         yield f"expected {owed} UNGRAPHED wgrad(s) to leave the region, got {g.extra_outputs}"
 
@@ -146,28 +126,54 @@ def _v05(g: Checked) -> Iterator[str]:
 def _v06(g: Checked) -> Iterator[str]:
     order = {n: i for i, n in enumerate(g.graph.nodes)}
     for node in g.nodes(BUCKET_REDUCE):
-        late = [u for u in node.args[0].users if order[u] > order[node]]  # type: ignore[union-attr]
+        flat = node.args[0]
+        assert isinstance(flat, fx.Node)
+        if flat.target != f"main_grad_{node.args[1]}":
+            yield f"{node}: expected main_grad_{node.args[1]}, got {flat}"
+        late = [u for u in flat.users if order[u] > order[node]]
         if late:
-            yield f"{node}: {late[0]} touches {node.args[0]} after its reduction has begun"
+            yield f"{node}: {late[0]} touches {flat} after its reduction has begun"
+    for flat in (n for n in g.graph.nodes if is_main_grad(n)):
+        for user in flat.users:
+            if user.target not in _OURS:
+                yield f"{user}: touches {flat}, which accumulates, reports and reductions alone may"
 
 
 def _v07(g: Checked) -> Iterator[str]:
-    for node in g.nodes(REDUCE_SCATTER, ALL_GATHER):
-        others = [u for u in node.users if u.target is not WAIT]
-        if len(node.users) != 1 or others:
-            yield f"{node}: expected one wait as its only reader, got {list(node.users)}"
+    order = {n: i for i, n in enumerate(g.graph.nodes)}
+    for node in (n for n in g.graph.nodes if is_launch(n)):
+        parts = [u for u in node.users if u.target is operator.getitem] or [node]
+        readers = [u for part in parts for u in part.users]
+        ours = node.target in (REDUCE_SCATTER, ALL_GATHER)
+        if any(u.target is not WAIT for u in readers) or (ours and len(readers) != 1):
+            yield f"{node}: expected one wait as its only reader, got {readers}"
     for node in g.nodes(WAIT):
         launch = node.args[0]
-        if not (isinstance(launch, fx.Node) and launch.target in (REDUCE_SCATTER, ALL_GATHER)):
+        if isinstance(launch, fx.Node) and launch.target is operator.getitem:
+            launch = launch.args[0]
+        if not (isinstance(launch, fx.Node) and is_launch(launch)):
             yield f"{node}: waits for {launch}, which launches nothing"
+    for node in g.graph.nodes:
+        for buffer in (b for b in written_by(node) if not is_main_grad(b)):
+            late = [u for u in buffer.users if u is not node and last_read(u, order) > order[node]]
+            if late:
+                yield f"{node}: rewrites {buffer}, which {late[0]} still reads"
 
 
 def _v08(g: Checked) -> Iterator[str]:
-    if g.inserting is not None:
-        for name in g.inserting.lost:
-            yield f"inserting grad_ready removed {name}, which a kept output needs"
-        for name in g.inserting.changed:
-            yield f"inserting grad_ready changed {name}"
+    if g.inserting is None:
+        return
+    positions = {w.position for w in g.weights}
+    expected = {p for p, source in g.inserting.grads.items() if source in positions}
+    for position in sorted(expected ^ set(g.inserting.removed)):
+        what = "kept, though finalised" if position in expected else "removed, not a weight's"
+        yield f"inserting grad_ready: output {position} was {what}"
+    for name in g.inserting.lost:
+        yield f"inserting grad_ready removed {name}, which a kept output needs"
+    for name in g.inserting.changed:
+        yield f"inserting grad_ready changed {name}"
+    for name in g.inserting.misplaced:
+        yield f"inserting grad_ready moved the output {name}"
 
 
 def _v09(g: Checked) -> Iterator[str]:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from gtpgraph import compat
 from gtpgraph.kernels.ops import accumulate
+from gtpgraph.parallel.reduction import Reduction, choose_reduction
+from gtpgraph.parallel.streams import Fence
 
 ALIGN = 64  # elements: 256 bytes of fp32, the widest vector access and NCCL's alignment
 
@@ -54,7 +56,8 @@ class Bucket:
     """One flat buffer [numel] of main_grads that is reduced in one collective.
 
     `filled[slot]` says whether the weight has a contribution in this step: the first one stores,
-    later ones add, and a weight without one is zeroed before the bucket leaves.
+    later ones add, and a weight without one is zeroed before the bucket leaves. `zeros` and `ones`
+    are float32 [members]: the betas of a bucket in which nothing, or everything, is filled.
     """
 
     number: int
@@ -64,26 +67,36 @@ class Bucket:
     wire_dtype: torch.dtype
     reduce: str
     is_expert: bool = False
-    filled: list[bool] = field(default_factory=list)
-    _work: dist.Work | None = None
-    _wire: Tensor | None = None
-    _keep: Tensor | None = None
+    filled: list[bool] = field(init=False)
     zeros: Tensor = field(init=False)
     ones: Tensor = field(init=False)
+    fence: Fence = field(init=False)
+    reduction: Reduction = field(init=False)
 
     def __post_init__(self) -> None:
         self.filled = [False] * len(self.members)
         self.zeros = torch.zeros(len(self.members), device=self.flat.device)
         self.ones = torch.ones(len(self.members), device=self.flat.device)
+        self.fence = Fence(self.flat.device)
+        self.reduction = choose_reduction(
+            self.side.group,
+            self._slice(),
+            wire=self.wire_dtype,
+            dtype=self.flat.dtype,
+            everywhere=self.reduce == "all_reduce",
+        )
 
-    @property
-    def own(self) -> slice:
-        """The slice of the flat buffer that this rank owns after the reduction."""
-        if self.reduce == "all_reduce" or self.side.size == 1:
+    def _slice(self) -> slice:
+        if self.side.group is None:
             return slice(0, self.flat.numel())
         length = self.flat.numel() // self.side.size
         rank = dist.get_rank(self.side.group)
         return slice(rank * length, (rank + 1) * length)
+
+    @property
+    def own(self) -> slice:
+        """The slice of the flat buffer that is final on this rank after the reduction."""
+        return slice(0, self.flat.numel()) if self.reduce == "all_reduce" else self._slice()
 
     def view(self, member: Member) -> Tensor:
         """A weight's main_grad, a view of its (padded) local shape."""
@@ -93,7 +106,12 @@ class Bucket:
         """Finalise one eager contribution: ``main = beta * main + scale * wgrad``."""
         first = not self.filled[member.slot]
         accumulate(self.flat, wgrad, self.zeros, member.slot, member.offset, scale, first)
+        self.fill(member)
+
+    def fill(self, member: Member) -> None:
+        """The weight has a contribution, written on the current stream just now."""
         self.filled[member.slot] = True
+        self.fence.wrote()
 
     def beta(self) -> Tensor:
         """float32 [members]: 0 where a region's first contribution must store, 1 where it adds."""
@@ -104,39 +122,32 @@ class Bucket:
         return torch.tensor([float(f) for f in self.filled], device=self.flat.device)
 
     def start_reduce(self) -> None:
-        """Zero what has no contribution and launch the bucket's reduction, a sum."""
-        for member in self.members:
-            if not self.filled[member.slot]:
-                self.view(member).zero_()
-        if self.side.size == 1:
-            return
-        cast = self.wire_dtype != self.flat.dtype
-        send = self.flat.to(self.wire_dtype) if cast else self.flat
-        group = self.side.group
-        if self.reduce == "all_reduce":
-            self._work = dist.all_reduce(send, group=group, async_op=True)
-            self._wire = send if cast else None
-            return
-        out = send.new_empty(send.numel() // self.side.size) if cast else send[self.own]
-        self._work = compat.reduce_scatter(out, send, group=group, async_op=True)
-        self._wire = out if cast else None
-        self._keep = send  # the collective reads it until the wait
+        """Zero what has no contribution and launch the bucket's reduction, a sum.
+
+        On a GPU both happen on the communication stream, behind every write to the bucket.
+        """
+        with self.fence.reducing():
+            for member in self.members:
+                if not self.filled[member.slot]:
+                    self.view(member).zero_()
+            self.reduction.start(self.flat)
 
     def wait_reduce(self) -> None:
-        """Wait for the reduction; afterwards the owned slice holds the sum."""
-        if self._work is not None:
-            self._work.wait()
-        if self._wire is not None:
-            self.flat[self.own].copy_(self._wire)
-        self._work = self._wire = self._keep = None
+        """Wait for the reduction; afterwards the owned slice holds the sum. Harmless without one."""
+        self.fence.join()
+        self.reduction.finish(self.flat)
+
+    def empty(self) -> None:
+        """Start a step: nothing is filled."""
+        self.wait_reduce()
+        self.filled = [False] * len(self.members)
 
     def whole(self) -> Tensor:
         """The reduced flat buffer [numel] of all ranks; a collective unless it is here already."""
-        if self.reduce == "all_reduce" or self.side.size == 1:
+        if self.reduce == "all_reduce" or self.side.group is None:
             return self.flat
         out = torch.empty_like(self.flat)
-        own = self.flat[self.own].contiguous()
-        compat.all_gather(out, own, group=self.side.group)
+        compat.all_gather(out, self.flat[self.own].contiguous(), group=self.side.group)
         return out
 
 
@@ -166,6 +177,9 @@ def build_buckets(
     runs: list[tuple[BucketKey, list[int]]] = []
     for index in reversed(range(len(weights))):
         param, key = weights[index]
+        if is_shared(param):
+            runs.append((key, [index]))
+            continue
         run = open_runs.get(key)
         itemsize = key.grad_dtype.itemsize
         held = sum(_aligned(weights[i][0].numel()) for i in run) * itemsize if run else 0
@@ -196,6 +210,13 @@ def _build(
     numel = -(-offset // step) * step
     flat = torch.zeros(numel, dtype=key.grad_dtype, device=key.device)
     return Bucket(number, key.side, flat, tuple(members), wire_dtype, reduce, key.is_expert)
+
+
+def is_shared(param: nn.Parameter) -> bool:
+    """Whether pipeline stages share the weight: they add up slices, so its place must be the same on
+    each, which only a bucket to itself gives."""
+    marks = ("shared_embedding", "shared_position_embedding")
+    return any(getattr(param, mark, False) for mark in marks)
 
 
 def _aligned(numel: int) -> int:

@@ -29,6 +29,8 @@ from gtpgraph.parallel.status import Exchange
 from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
 
 if TYPE_CHECKING:
+    from gtpgraph.graph.driver import Driver
+    from gtpgraph.graph.recording import Recording
     from gtpgraph.graph.region import Region
 
 ReadyHook = Callable[[nn.Parameter, Report], None]
@@ -93,6 +95,9 @@ class DistributedDataParallel(nn.Module):
         self._backward_id: int | None = None
         self._microbatch = -1
         self._declared = False
+        self.recording: Recording | None = None
+        self._driver: Driver | None = None
+        self._closers: list[Callable[[], None]] = []
         self._hooks = [self._attach(state) for state in self.states]
 
     def _make_exchange(self, timeout_s: float) -> Exchange | None:
@@ -195,6 +200,10 @@ class DistributedDataParallel(nn.Module):
 
         `declared`: it left a region (the UNGRAPHED chain), whose forward call has announced it.
         """
+        if self.recording is not None:
+            self.recording.add(state.bucket, state.member, result, state.scale)
+            self.recording.record(state, use, None, declared=declared)
+            return
         if declared:
             self.ledger.settle(state.index)
         else:
@@ -213,6 +222,14 @@ class DistributedDataParallel(nn.Module):
         Raises:
             RuntimeError: the wrapper is closed, or the step is finished and not started anew.
         """
+        self._check_contributing()
+        current = compat.backward_id()
+        if current is not None and current != self._backward_id:
+            self._backward_id = current
+            self._microbatch += self.recording is None
+            compat.after_backward(self._end_backward)
+
+    def _check_contributing(self) -> None:
         if self._closed:
             raise RuntimeError(
                 "DistributedDataParallel: expected an open wrapper, got a backward after close(). "
@@ -223,11 +240,50 @@ class DistributedDataParallel(nn.Module):
                 "DistributedDataParallel: expected zero_grad_buffer() before the next backward, "
                 "got a backward after finish_grad_sync(): main_grads hold reduced gradients."
             )
-        current = compat.backward_id()
-        if current is not None and current != self._backward_id:
-            self._backward_id = current
-            self._microbatch += 1
-            compat.after_backward(self._end_backward)
+
+    @contextmanager
+    def recording_into(self, record: Recording) -> Iterator[None]:
+        """While a graph is captured: finalisations go to `record`, and nothing else changes."""
+        gathers = [state.gathers for state in self.states]
+        for state in self.states:
+            state.gathers = 0
+        self.recording = record
+        try:
+            yield
+        finally:
+            self.recording = None
+            self.eager.forget()
+            self._backward_id = None
+            for state, count in zip(self.states, gathers, strict=True):
+                state.gathers = count
+
+    def enter_replay(self, record: Recording) -> None:
+        """Before a whole step is replayed: a backward is about to contribute.
+
+        Raises:
+            RuntimeError: as `enter_backward`; or a bucket of the graph has left already.
+        """
+        self._check_contributing()
+        self._microbatch += 1
+        indices = [o.state.index for o in record.occurrences]
+        declared = [o.state.index for o in record.occurrences if o.declared]
+        self.ledger.enter_replay(indices, declared, record.calls, sync=self._sync)
+
+    def report_replay(self, record: Recording) -> None:
+        """A captured graph was launched: make its reports, in the order recorded."""
+        if not self._sync:
+            for occurrence in record.occurrences:
+                self.ledger.settle(occurrence.state.index, declared=occurrence.declared)
+            return
+        for occurrence, report in zip(
+            record.occurrences, record.reports(self._microbatch), strict=True
+        ):
+            state = occurrence.state
+            self.ledger.settle(state.index, declared=occurrence.declared)
+            if state.ready_hook is not None:
+                self.reports.append(report)
+                self._declared = occurrence.declared
+                state.ready_hook(state.param, report)
 
     def _end_backward(self) -> None:
         self.eager.drain()
@@ -240,8 +296,7 @@ class DistributedDataParallel(nn.Module):
         self._check_open("zero_grad_buffer")
         self.eager.discard()
         for bucket in self.buckets:
-            bucket.wait_reduce()
-            bucket.filled = [False] * len(bucket.members)
+            bucket.empty()
         for state in self.states:
             state.param.grad = None
         self.ledger.start_step()
@@ -331,11 +386,23 @@ class DistributedDataParallel(nn.Module):
         full: Tensor = torch.ops.gtpgraph.gather(local, state.spec.rows, state.spec.group_name)
         return full.clone()
 
+    def graph_driver(self, make: Callable[[], Driver]) -> Driver:
+        """The one graph runtime (and memory pool) of this model's captured regions."""
+        if self._driver is None:
+            self._driver = make()
+        return self._driver
+
+    def add_closer(self, closer: Callable[[], None]) -> None:
+        """Call `closer` when the wrapper is closed: captured graphs go before groups do."""
+        self._closers.append(closer)
+
     def close(self) -> None:
         """Detach from the model: hooks, handles and main_grads are removed. Idempotent."""
         if self._closed:
             return
         self.eager.discard()
+        for closer in self._closers:
+            closer()
         for bucket in self.buckets:
             bucket.wait_reduce()
         for handle, state in zip(self._hooks, self.states, strict=True):

@@ -55,7 +55,8 @@ class GradHandle:
     def on_gather(self) -> int:
         """Number, from 1, of this gather among the weight's differentiated ones of the step."""
         self._state.gathers += 1
-        self._wrapper.ledger.gathered(self._state.index)
+        if self._wrapper.recording is None:
+            self._wrapper.ledger.gathered(self._state.index)
         return self._state.gathers
 
     def contribute(self, wgrad: Tensor, use: int) -> None:
@@ -87,6 +88,10 @@ class EagerQueue:
         """Finalise everything that is left; called at the end of a backward."""
         while self._pending:
             self._finalise(self._pending.popleft())
+
+    def forget(self) -> None:
+        """Drop what an interrupted capture left: its work was never launched."""
+        self._pending.clear()
 
     def discard(self) -> None:
         """Wait for and forget what a failed backward left behind."""

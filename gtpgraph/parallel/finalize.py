@@ -51,7 +51,8 @@ class GradientModel(Protocol):
         """(FQN, weight), in the same order on all ranks of a stage.
 
         A weight may carry `sequence_parallel`, `shared_embedding` or `shared_position_embedding`
-        (True), and has `main_grad`, or none when no site uses it.
+        (True), and has `main_grad`, or none when no site uses it. The stages that share a weight
+        own the same slice of it: it has a bucket to itself.
         """
 
 
@@ -140,7 +141,8 @@ def _resolve(
     bias_axes = ["tp_dp_cp"] if gtp == 1 else ["tp_dp_cp", "gtp"]
     needed = _needed(groups, gtp, data if num_tokens is not None else None, bool(positions))
     if expert_bias:
-        needed |= dict.fromkeys(bias_axes, "expert_bias")
+        for axis in bias_axes:
+            needed[axis] = f"{needed[axis]} and expert_bias" if axis in needed else "expert_bias"
     found = groups.require(*needed, function=_FUNCTION, option=needed)
     if words and "embd" in found and found["embd"] is None:
         raise ValueError(

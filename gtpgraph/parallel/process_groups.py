@@ -69,9 +69,8 @@ _FACTORS: Final[dict[str, tuple[str, ...]]] = {
 class ProcessGroups:
     """The process groups of one model on this rank.
 
-    Construct it field by field, or with :meth:`from_mesh`, :meth:`local` or
-    :meth:`from_attributes`. Each field is a group that the caller belongs to, an explicit None
-    ("size one", or nothing is shared over it on this rank), or UNSET.
+    Construct it field by field, or with from_mesh, local or from_attributes. Each field is a group
+    that the caller belongs to, None ("size one", or nothing is shared here), or UNSET.
 
     Fields:
         tp, pp, cp, gtp, ep: tensor-, pipeline-, context-, generalized-tensor- and expert-parallel.

@@ -90,6 +90,7 @@ class ReadyLedger:
         self._on_bucket = on_bucket
         self._learned: dict[frozenset[str], list[int]] = {}
         self._regions: dict[str, RegionCalls] = {}
+        self._last_active: frozenset[str] = frozenset()
         self._satisfied: list[set[int]] = [set() for _ in range(num_buckets)]
         self.dispatched = [False] * num_buckets
         self.overlap = True
@@ -129,7 +130,7 @@ class ReadyLedger:
             RuntimeError: no forward call of the region is outstanding, or a bucket it adds to has
                 left already; the weights are named.
         """
-        late = [i for i in region.sites if sync and self.dispatched[self._weights[i].bucket]]
+        late = [i for i in region.sites if self.dispatched[self._weights[i].bucket]]
         if region.outstanding <= 0 or late:
             names = [self._weights[i].name for i in (late or region.sites)]
             raise RuntimeError(
@@ -141,9 +142,37 @@ class ReadyLedger:
         region.backwards += 1
         region.synced += sync
 
-    def settle(self, index: int) -> None:
-        """One captured contribution of the weight stands in main_grad."""
-        self._weights[index].owed -= 1
+    def enter_replay(
+        self,
+        indices: Sequence[int],
+        declared: Sequence[int],
+        calls: Iterable[RegionCalls],
+        *,
+        sync: bool,
+    ) -> None:
+        """Entry to the replay of a whole step: its occurrences, those of them that regions declare,
+        and the regions that run in it.
+
+        Raises:
+            RuntimeError: a bucket that it adds to has left already.
+        """
+        late = [i for i in indices if sync and self.dispatched[self._weights[i].bucket]]
+        if late:
+            names = dict.fromkeys(self._weights[i].name for i in late)
+            raise RuntimeError(
+                f"captured step: expected one replay in this step, got one more; surplus reports "
+                f"of {_some(names)}. Run all but the last under no_sync()."
+            )
+        for index in declared:
+            self._weights[index].owed += 1
+        for region in calls:
+            region.forwards += 1
+            region.backwards += 1
+            region.synced += sync
+
+    def settle(self, index: int, *, declared: bool = True) -> None:
+        """One contribution of the weight stands in main_grad; a region had declared it, or not."""
+        self._weights[index].owed -= declared
         self._weights[index].contributed = True
 
     def settle_eager(self, index: int, *, sync: bool) -> None:
@@ -153,14 +182,16 @@ class ReadyLedger:
             RuntimeError: the weight has reported as often as it owes, or its bucket has left.
         """
         weight = self._weights[index]
-        expected = self._expected_eager(index)
-        surplus = expected is not None and self._learned_here() and weight.eager >= expected
+        expected, why = self._expected_eager(index), "learned from an earlier one"
+        if not self._learned_here() and weight.is_gtp:
+            expected, why = weight.gathers, "it was gathered as often"
+        surplus = (self._learned_here() or weight.is_gtp) and weight.eager >= (expected or 0)
         if sync and (self.dispatched[weight.bucket] or surplus):
             raise RuntimeError(
                 f"{weight.name}: expected {weight.reports if expected is None else expected} eager "
-                f"finalisation(s) in this step (learned from an earlier one), got one more. Run "
-                "all but the last backward under no_sync(), or call forget_ready_counts() when the "
-                "model's use of its weights has changed."
+                f"finalisation(s) in this step ({why}), got one more. Run all but the last backward "
+                "under no_sync(), or call forget_ready_counts() when the model's use of its "
+                "weights has changed."
             )
         weight.contributed = True
 
@@ -263,6 +294,7 @@ class ReadyLedger:
     def close_step(self) -> None:
         """Learn the eager counts of a finished step (once for each set of regions)."""
         self._learned.setdefault(self._active(), [w.eager for w in self._weights])
+        self._last_active = self._active() or self._last_active
         for region in self._regions.values():
             region.calls_a_step = region.forwards or region.calls_a_step
             region.forwards = region.backwards = region.synced = 0
@@ -289,13 +321,13 @@ class ReadyLedger:
         self._learned.clear()
 
     def ready_counts(self) -> dict[str, int]:
-        """Reports owed in one synchronised step, where known: regions once, plus learned eager."""
-        names = frozenset(self._regions)
+        """Reports owed in one synchronised step, where known: those of the regions that the last
+        captured step called, before one all of them once, plus what was learned eagerly with them.
+        """
+        names = self._last_active or frozenset(self._regions)
         eager = self._learned.get(names) or [0] * len(self._weights)
-        if not names:
-            eager = self._learned.get(frozenset(), eager)
         captured: Counter[int] = Counter()
-        for region in self._regions.values():
+        for region in (self._regions[name] for name in names):
             captured.update({i: n * (region.calls_a_step or 1) for i, n in region.sites.items()})
         return {w.name: captured[i] + eager[i] for i, w in enumerate(self._weights)}
 

@@ -105,6 +105,8 @@ def test_all_missing_groups_are_in_one_message() -> None:
         finalize_model_grads(model, 5, expert_bias=True)
     missing = [line[4:].split(":")[0] for line in str(error.value).splitlines() if "  - " in line]
     assert sorted(missing) == ["embd", "gtp", "pp", "tp", "tp_dp_cp"]
+    assert "needed by num_tokens (it decides between" in str(error.value)
+    assert "dp_cp_gtp) and expert_bias" in str(error.value)
     assert model.calls == []
 
 

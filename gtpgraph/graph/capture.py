@@ -1,0 +1,178 @@
+"""Capture a whole step, forward and backward, as one graph whose replays report.
+
+In: a function of the batch that runs the model (eager or compiled) and its backward. Out: a callable
+that does the same by replaying one graph::
+
+    call 1 of a shape   runs as it is (warm-up is the step itself); what it reported is noted
+    call 2              captured; the recorded occurrences must be those of call 1; then replayed
+    later               inputs copied in, replayed, reports made
+
+`zero_grad_buffer()` and `finish_grad_sync()` stay outside: they are the host's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gtpgraph.graph.driver import CudaDriver, Driver
+from gtpgraph.graph.recording import Recording
+from gtpgraph.graph.replay import Captured, ReplayOptions, ShapeKey, capture_call
+from gtpgraph.parallel.data_parallel import DistributedDataParallel
+from gtpgraph.parallel.ready import Report
+
+log = logging.getLogger("gtpgraph.replay")
+
+
+@dataclass(eq=False)
+class _Step:
+    """What is known of one input shape: the reports of its first run, then its graph."""
+
+    reports: list[Report]
+    captured: Captured | None = None
+    recording: Recording | None = None
+
+
+class CapturedStep:
+    """A step function whose calls are replays; see :func:`capture`."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        wrapper: DistributedDataParallel,
+        options: ReplayOptions,
+        driver: Driver,
+    ) -> None:
+        self.wrapper = wrapper
+        self.options = options
+        self._step = step
+        self._driver = driver
+        self._known: dict[ShapeKey, _Step] = {}
+        self._told = False
+        wrapper.add_closer(self.close)
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run the step; its result (the loss) is valid until the next call."""
+        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
+        known = self._known.get(key)
+        if known is None:
+            return self._first(key, batch)
+        if known.captured is None:
+            if sum(k.captured is not None for k in self._known.values()) >= (
+                self.options.max_captures
+            ):
+                self._tell()
+                return self._step(*batch)
+            self._capture(known, batch)
+        return self._replay(known, batch)
+
+    def _first(self, key: ShapeKey, batch: tuple[Any, ...]) -> Any:
+        before = len(self.wrapper.reports)
+        result = self._step(*batch)
+        if self.wrapper.sync:  # under no_sync nothing is reported, so nothing is learned either
+            self._known[key] = _Step(self.wrapper.reports[before:])
+        return result
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "the step runs uncaptured: %d input shapes are captured (max_captures)",
+                self.options.max_captures,
+            )
+
+    def _capture(self, known: _Step, batch: tuple[Any, ...]) -> None:
+        wrapper = self.wrapper
+        by_fqn = {s.fqn: s for s in wrapper.states}
+        last = Counter(by_fqn[r.weight].bucket.number for r in known.reports)
+        record = Recording(wrapper, self._driver, last)
+        record.betas = {b.number: b.zeros.clone() for b in wrapper.buckets}
+        step = self._step
+        with wrapper.recording_into(record):
+            known.captured = capture_call(
+                self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step"
+            )
+        record.check([(r.weight, r.use) for r in known.reports], "captured step")
+        known.recording = record
+
+    def _replay(self, known: _Step, batch: tuple[Any, ...]) -> Any:
+        captured, record = known.captured, known.recording
+        assert captured is not None and record is not None
+        wrapper = self.wrapper
+        wrapper.enter_replay(record)
+        captured.feed(list(batch))
+        record.prepare()
+        captured.graph.replay()
+        events = record.events
+        if self.options.dispatch == "after":
+            events = dict.fromkeys(events, self._driver.now())
+        record.finished(events)
+        wrapper.report_replay(record)
+        results = [o.detach() if isinstance(o, Tensor) else o for o in captured.outputs]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def close(self) -> None:
+        """Free the graphs. Idempotent; the wrapper's close() calls it, before groups go."""
+        for known in self._known.values():
+            if known.captured is not None:
+                known.captured.graph.reset()
+        self._known.clear()
+
+
+def _as_list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def capture(
+    step: Callable[..., Any],
+    model: nn.Module,
+    *,
+    dispatch: str = "event",
+    max_captures: int = 8,
+    driver: Driver | None = None,
+) -> CapturedStep:
+    """Capture `step(*batch)`, which runs a wrapped model forward and backward, as one CUDA graph.
+
+    Args:
+        step: runs forward and backward and returns the loss (or a tuple of tensors). It must not
+            call zero_grad_buffer() or finish_grad_sync().
+        model: holds the one DistributedDataParallel whose weights it reaches.
+        dispatch: "event": a bucket's reduction starts when its last accumulate has run, in the
+            middle of the replay; "after": when the replay has ended (the usual way, a baseline).
+        max_captures: input shapes that are captured; others run as they are, which is said once.
+        driver: the graph runtime; None for CUDA.
+
+    Raises:
+        ValueError: an unknown dispatch, or a model without a wrapper or not on CUDA.
+    """
+    from gtpgraph.graph.backend import wrapper_of
+
+    wrapper = wrapper_of(model)
+    options = ReplayOptions(dispatch, max_captures)
+    options.check("gtpgraph.capture")
+    return CapturedStep(step, wrapper, options, driver or cuda_driver(wrapper, "gtpgraph.capture"))
+
+
+def cuda_driver(wrapper: DistributedDataParallel, function: str) -> Driver:
+    """The CUDA driver of a wrapper's device.
+
+    Raises:
+        ValueError: its weights are not on one CUDA device.
+    """
+    devices = {s.param.device for s in wrapper.states}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise ValueError(
+            f"{function}: expected a model on one CUDA device for graph replay, got "
+            f"{sorted(map(str, devices))}. Move it with .to('cuda') before shard(), or leave out "
+            "replay='cuda'."
+        )
+    device = next(iter(devices))
+    if not torch.cuda.is_available():
+        raise ValueError(f"{function}: CUDA is not available on this machine.")
+    return CudaDriver(device)

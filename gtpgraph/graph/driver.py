@@ -1,0 +1,72 @@
+"""The few calls of a CUDA-graph runtime that capture needs, behind one interface.
+
+In: a function that launches work. Out: something that launches the same work again. The CUDA driver
+is the product; tests on machines without a GPU pass one that re-runs the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Launch it again on the current stream."""
+
+    def reset(self) -> None:
+        """Free it; called before the groups that it uses are destroyed."""
+
+
+class Driver(Protocol):
+    """What capture asks of the device."""
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Capture what `work` launches; nothing runs. Returns the graph and `work`'s result."""
+
+    def mark(self) -> Any:
+        """Inside a capture: an event that every replay records at this point."""
+
+    def now(self) -> Any:
+        """Outside a capture: an event behind everything launched on the current stream."""
+
+
+class CudaDriver:
+    """CUDA graphs in one shared memory pool.
+
+    Sharing is safe although graphs may be replayed in any order: whatever lives from one graph to
+    another (saved activations, outputs) is kept referenced for good, so the pool never hands its
+    memory out again; what is reused is scratch, and graphs of one stream run one after another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Capture `work` on a side stream that is joined before the capture ends."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = work()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph, result
+
+    def mark(self) -> torch.cuda.Event:
+        """An external event: another stream may wait for it as soon as a replay is launched."""
+        event = torch.cuda.Event(external=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def now(self) -> torch.cuda.Event:
+        """An ordinary event on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event

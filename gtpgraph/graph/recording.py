@@ -1,0 +1,147 @@
+"""What a capture records: every occurrence where it happens, in order, duplicates kept.
+
+In: readiness ops and eager finalisations that run while a graph is captured. Out: for every replay,
+the reports of that list, and for each bucket the event behind its last accumulate. Nothing is
+inferred from the order of layers, and nothing is de-duplicated on the way: `[a, b, a]` stays three.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gtpgraph.graph.driver import Driver
+from gtpgraph.parallel.buckets import Bucket, Member
+from gtpgraph.parallel.ready import RegionCalls, Report
+from gtpgraph.parallel.weights import WeightState
+
+if TYPE_CHECKING:
+    from gtpgraph.parallel.data_parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One occurrence: whose, which use, finalised in which region (None: eager Python), and whether
+    a region's forward call declares it (the UNGRAPHED chain's are, although they are eager)."""
+
+    state: WeightState
+    use: int
+    region: str | None
+    declared: bool
+
+
+@dataclass(eq=False)
+class Recording:
+    """The occurrences of one captured graph, and what a replay needs to repeat them.
+
+    `last` says after which occurrence of a bucket its event is recorded (how many there are in this
+    graph, known from the plan or from a step that ran before); `betas` are static float32
+    [members] buffers that captured accumulates read.
+    """
+
+    wrapper: DistributedDataParallel
+    driver: Driver
+    last: Counter[int]
+    occurrences: list[Recorded] = field(default_factory=list)
+    events: dict[int, Any] = field(default_factory=dict)
+    betas: dict[int, Tensor] = field(default_factory=dict)
+    calls: list[RegionCalls] = field(default_factory=list)
+    _seen: dict[int, set[int]] = field(default_factory=dict)
+    _counts: Counter[int] = field(default_factory=Counter)
+    _beta_of: dict[int, Tensor] = field(default_factory=dict)
+    _reports: dict[int, list[Report]] = field(default_factory=dict)
+
+    # -- while the graph is captured ------------------------------------------------------------
+
+    def record(
+        self, state: WeightState, use: int, region: str | None, *, declared: bool
+    ) -> None:
+        """An occurrence happens here; its accumulate was captured just before."""
+        self.occurrences.append(Recorded(state, use, region, declared))
+        number = state.bucket.number
+        self._seen.setdefault(number, set()).add(state.member.slot)
+        self._counts[number] += 1
+        if self._counts[number] == self.last[number]:
+            self.events[number] = self.driver.mark()
+
+    def beta(self, bucket: Bucket) -> Tensor:
+        """float32 [members] for accumulates captured from here on: 1 for what was seen already."""
+        base = self._static_beta(bucket)
+        seen = self._seen.get(bucket.number, set())
+        if not seen:
+            return base
+        if len(seen) == len(bucket.members):
+            return bucket.ones
+        mixed = base.clone()
+        for slot in seen:
+            mixed[slot : slot + 1].fill_(1.0)
+        return mixed
+
+    def add(self, bucket: Bucket, member: Member, wgrad: Tensor, scale: float) -> None:
+        """Capture one eager accumulate; whether it stores is decided at each replay."""
+        seen = self._seen.setdefault(bucket.number, set())
+        beta = self._static_beta(bucket)
+        first = member.slot not in seen
+        torch.ops.gtpgraph.accumulate(
+            bucket.flat, wgrad, beta, member.slot, member.offset, scale, first
+        )
+        seen.add(member.slot)
+
+    def _static_beta(self, bucket: Bucket) -> Tensor:
+        beta = self.betas.get(bucket.number)
+        if beta is None:
+            raise RuntimeError(
+                f"bucket {bucket.number}: expected one of the buckets {sorted(self.betas)} that the "
+                "step before the capture reached, got another. Run one step with the same inputs "
+                "before capturing."
+            )
+        return beta
+
+    # -- at every replay ------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Before a replay: renew the betas of buckets whose state differs from the last replay."""
+        for number, beta in self.betas.items():
+            source = self.wrapper.buckets[number].beta()
+            if source is not self._beta_of.get(number):
+                beta.copy_(source)
+                self._beta_of[number] = source
+
+    def finished(self, events: dict[int, Any]) -> None:
+        """After a replay was launched: the buckets' contributions are done when `events` are."""
+        buckets = self.wrapper.buckets
+        for number, slots in self._seen.items():
+            bucket = buckets[number]
+            for slot in slots:
+                bucket.filled[slot] = True
+            bucket.fence.wrote_at(events[number])
+
+    def reports(self, microbatch: int) -> list[Report]:
+        """The replay's reports, in order; made once per microbatch number and shared."""
+        made = self._reports.get(microbatch)
+        if made is None:
+            made = self._reports[microbatch] = [
+                Report(o.state.fqn, o.use, o.region, microbatch) for o in self.occurrences
+            ]
+        return made
+
+    def check(self, expected: Sequence[tuple[str, int]], what: str) -> None:
+        """Raise RuntimeError unless the recorded (weight, use) are `expected`, in that order."""
+        got = [(o.state.fqn, o.use) for o in self.occurrences]
+        if got == list(expected):
+            return
+        k = next(
+            (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
+            min(len(expected), len(got)),
+        )
+        was, now = (str(x[k]) if k < len(x) else "nothing" for x in (list(expected), got))
+        raise RuntimeError(
+            f"{what}: expected the {len(expected)} occurrence(s) of the plan, recorded {len(got)}; "
+            f"first difference at occurrence {k}: expected {was}, recorded {now}. Capture with the "
+            "inputs and options that the plan was made with."
+        )

@@ -1,0 +1,299 @@
+"""Replay a region: its forward and backward as captured graphs, in several instances.
+
+In: the lowered callables of a region and the arguments that AOTAutograd passes. Out: the same results
+from replays. Every (input shapes) has instances of its own, and each forward in flight another::
+
+    call 1  of a shape   runs as it is: the warm-up is the step itself, so it has no side effects
+    call 2               captured, then replayed
+    later                replayed; only the true inputs are copied in
+
+Parameters, buffers, main_grads and saved activations are static: a graph reads them where they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from gtpgraph import compat
+from gtpgraph.graph.driver import Driver, Graph
+from gtpgraph.graph.recording import Recording
+from gtpgraph.kernels.readiness import recording
+
+if TYPE_CHECKING:
+    from gtpgraph.graph.region import Region
+
+log = logging.getLogger("gtpgraph.replay")
+DISPATCH = ("after", "event")
+ShapeKey = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """`dispatch`: when reports are made; `max_captures`: shapes captured per region;
+    `max_in_flight`: forwards whose backwards have not run."""
+
+    dispatch: str = "event"
+    max_captures: int = 8
+    max_in_flight: int = 4
+
+    def check(self, function: str) -> None:
+        """Raise one ValueError that lists every option out of range."""
+        bad = []
+        if self.dispatch not in DISPATCH:
+            bad.append(f"dispatch: expected one of {DISPATCH}, got {self.dispatch!r}")
+        if self.max_captures < 1 or self.max_in_flight < 1:
+            bad.append("max_captures and max_in_flight: expected 1 or more")
+        if bad:
+            raise ValueError(f"{function}: " + "; ".join(bad) + ".")
+
+
+@dataclass(eq=False)
+class Captured:
+    """One captured graph with the arguments it reads. `dynamic` are positions copied in."""
+
+    graph: Graph
+    inputs: list[Any]
+    outputs: list[Any]
+    dynamic: tuple[int, ...]
+    pointers: list[int]
+
+    def feed(self, args: list[Any]) -> None:
+        """Copy the dynamic inputs in, and any static one that has moved.
+
+        Raises:
+            RuntimeError: a parameter or saved activation is not where it was captured.
+        """
+        for position in self.dynamic:
+            self.inputs[position].copy_(args[position])
+        here = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in args]
+        for position in self.dynamic:
+            here[position] = self.pointers[position]
+        if here != self.pointers:
+            moved = [i for i, (a, b) in enumerate(zip(here, self.pointers, strict=True)) if a != b]
+            raise RuntimeError(
+                f"captured graph: expected inputs {moved[:8]} where they were captured, got other "
+                "addresses: a parameter or buffer was replaced (.to(), load with assign=True, "
+                "swapped data). Compile the model again after such a change."
+            )
+
+
+@dataclass(eq=False)
+class Instance:
+    """A forward and a backward that belong together through the activations between them."""
+
+    forward: Captured | None = None
+    backward: Captured | None = None
+    recording: Recording | None = None
+    sentinel: weakref.ref[Tensor] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        return self.sentinel is not None and self.sentinel() is not None
+
+
+@dataclass(eq=False)
+class RegionReplay:
+    """Instances of one region, by input shapes."""
+
+    region: Region
+    driver: Driver
+    options: ReplayOptions
+    num_saved: int
+    warm: set[ShapeKey] = field(default_factory=set)
+    backward_is_warm: bool = False
+    instances: dict[ShapeKey, list[Instance]] = field(default_factory=dict)
+    _by_pointer: dict[int, Instance] = field(default_factory=dict)
+    _told: bool = False
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def forward(self, compiled: Any, args: list[Any]) -> Any:
+        """Run the region's forward: captured where that is possible."""
+        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args)
+        if key not in self.warm:
+            self.warm.add(key)
+            return compat.call_boxed(compiled, args)
+        instance = self._free_instance(key)
+        if instance is None:
+            return compat.call_boxed(compiled, args)
+        if instance.forward is None:
+            instance.forward = self._capture_forward(compiled, args)
+        captured = instance.forward
+        captured.feed(args)
+        args.clear()
+        captured.graph.replay()
+        return self._hand_out(instance, captured)
+
+    def _free_instance(self, key: ShapeKey) -> Instance | None:
+        known = self.instances.get(key)
+        if known is None:
+            if len(self.instances) >= self.options.max_captures:
+                self._tell(f"{len(self.instances)} input shapes are captured (max_captures)")
+                return None
+            known = self.instances[key] = []
+        free = next((i for i in known if not i.in_flight), None)
+        if free is None and len(known) >= self.options.max_in_flight:
+            self._tell(f"{len(known)} forwards wait for their backward (max_in_flight)")
+            return None
+        if free is None:
+            free = Instance()
+            known.append(free)
+        return free
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("region %s runs uncaptured: %s", self.region.name, why)
+
+    def _capture_forward(self, compiled: Any, args: list[Any]) -> Captured:
+        static = self._static_pointers()
+        captured = capture_call(self.driver, compiled, args, static, f"{self.region.name} forward")
+        return captured
+
+    def _static_pointers(self) -> set[int]:
+        module = self.region.wrapper.module
+        tensors = [*module.parameters(), *module.buffers()]
+        return {t.data_ptr() for t in tensors}
+
+    def _hand_out(self, instance: Instance, captured: Captured) -> list[Any]:
+        """Results as new tensors over the same memory: autograd marks what it is given."""
+        cut = len(captured.outputs) - self.num_saved
+        results = [o.detach() if isinstance(o, Tensor) else o for o in captured.outputs[:cut]]
+        saved = list(captured.outputs[cut:])
+        own = {id(i) for i in captured.inputs}
+        for k, tensor in enumerate(saved):
+            if isinstance(tensor, Tensor) and id(tensor) not in own:
+                saved[k] = tensor.detach()
+                instance.sentinel = weakref.ref(saved[k])
+                self._by_pointer[tensor.data_ptr()] = instance
+                break
+        return results + saved
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def find(self, args: list[Any]) -> Instance | None:
+        """The instance whose forward saved these arguments, if it was a captured one."""
+        for arg in args:
+            if isinstance(arg, Tensor):
+                instance = self._by_pointer.get(arg.data_ptr())
+                if instance is not None:
+                    return instance
+        return None
+
+    def backward(self, compiled: Any, args: list[Any], instance: Instance) -> list[Any]:
+        """Capture if need be, replay, report; returns the graph's outputs (copies).
+
+        `args` are AOTAutograd's; flat buffers and betas are appended here.
+        """
+        region, wrapper = self.region, self.region.wrapper
+        if instance.backward is None:
+            self._capture_backward(compiled, args, instance)
+        captured, record = instance.backward, instance.recording
+        assert captured is not None and record is not None
+        captured.feed([*args, *captured.inputs[len(args) :]])
+        args.clear()
+        record.prepare()
+        captured.graph.replay()
+        instance.sentinel = None
+        events = record.events
+        if self.options.dispatch == "after":
+            end = self.driver.now()
+            events = dict.fromkeys(events, end)
+        record.finished(events)
+        wrapper.report_replay(record)
+        kept = len(captured.outputs) - len(region.leaving)
+        return [
+            o.clone() if isinstance(o, Tensor) and k < kept else o
+            for k, o in enumerate(captured.outputs)
+        ]
+
+    def _capture_backward(self, compiled: Any, args: list[Any], instance: Instance) -> None:
+        region = self.region
+        owned = [region.wrapper.buckets[b] for b in region.buckets]
+        last = Counter(s.state.bucket.number for s in region.sites)
+        record = Recording(region.wrapper, self.driver, last)
+        record.betas = {b.number: b.zeros.clone() for b in owned}
+        extra = [b.flat for b in owned] + [record.betas[b.number] for b in owned]
+        static = self._static_pointers() | {t.data_ptr() for t in extra}
+        assert instance.forward is not None
+        for tensor in (*instance.forward.inputs, *instance.forward.outputs):
+            if isinstance(tensor, Tensor):
+                static.add(tensor.data_ptr())
+        with recording(_Recorder(region, record)):
+            captured = capture_call(
+                self.driver, compiled, args + extra, static, f"{region.name} backward"
+            )
+        plan = [(o.weight, o.use) for o in region.plan.occurrences]
+        record.check(plan, f"region {region.name}")
+        instance.backward, instance.recording = captured, record
+
+    def close(self) -> None:
+        """Free every graph. Idempotent."""
+        for known in self.instances.values():
+            for instance in known:
+                for captured in (instance.forward, instance.backward):
+                    if captured is not None:
+                        captured.graph.reset()
+        self.instances.clear()
+        self._by_pointer.clear()
+
+
+class _Recorder:
+    """The readiness ops of a backward that is being captured."""
+
+    def __init__(self, region: Region, record: Recording) -> None:
+        self._region = region
+        self._record = record
+
+    def grad_ready(self, site: int) -> None:
+        """Record the occurrence; the report itself is made at every replay."""
+        entry = self._region.sites[site]
+        self._record.record(entry.state, entry.use, self._region.name, declared=True)
+
+    def bucket_reduce(self, bucket: int) -> None:
+        """In-graph reductions are not captured by this lowering."""
+        raise NotImplementedError(
+            f"region {self._region.name}: bucket {bucket} asks for an in-graph reduction; use "
+            "dispatch='event'."
+        )
+
+
+def capture_call(
+    driver: Driver, compiled: Any, args: list[Any], static: set[int], what: str
+) -> Captured:
+    """Capture ``compiled(args)``; arguments outside `static` (addresses) get buffers of their own.
+
+    Raises:
+        RuntimeError: the work cannot be captured; names the node and line where known.
+    """
+    dynamic = tuple(
+        i for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr() not in static
+    )
+    inputs = [a.detach().clone() if i in dynamic else a for i, a in enumerate(args)]
+    try:
+        graph, outputs = driver.capture(lambda: list(run_traced(compiled, list(inputs))))
+    except Exception as error:
+        raise RuntimeError(
+            f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__}: "
+            f"{error}. Host synchronisation (.item(), printing, boolean masks) and allocation on "
+            "other streams cannot be captured: leave the module that does it out of the region "
+            "(torch.compiler.disable), or compile without replay='cuda'."
+        ) from error
+    pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
+    return Captured(graph, inputs, outputs, dynamic, pointers)
+
+
+def run_traced(compiled: Any, args: list[Any]) -> Any:
+    """Run a lowered graph; one that FX runs goes node by node, so that an error names its node."""
+    module = getattr(compiled, "graph_module", None)
+    if isinstance(module, fx.GraphModule):
+        with torch.no_grad():
+            return fx.Interpreter(module).run(*args)
+    return compat.call_boxed(compiled, args)
