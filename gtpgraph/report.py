@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH = 120  # columns
 _WEIGHT_WIDTH = 38
 _SOURCE_WIDTH = 24
-_LIST_LIMIT = 6  # names shown of a long list
+_RANKS_SHOWN = 6  # of a list without a pattern
 
 
 def plan_table(plan: HookPlan) -> str:
@@ -51,8 +51,8 @@ def rank_list(ranks: Sequence[int]) -> str:
         step = ranks[1] - ranks[0]
         if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
             return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
-    shown = ",".join(map(str, ranks[:_LIST_LIMIT]))
-    return shown + (f",.. ({len(ranks)})" if len(ranks) > _LIST_LIMIT else "")
+    shown = ",".join(map(str, ranks[:_RANKS_SHOWN]))
+    return shown + (f",.. ({len(ranks)})" if len(ranks) > _RANKS_SHOWN else "")
 
 
 def shorten(text: str, width: int, *, keep_end: bool = False) -> str:
@@ -146,7 +146,7 @@ def _buckets(buckets: Sequence[BucketPlan]) -> str:
             b.dtype,
             b.wire_dtype,
             len(b.weights),
-            shorten(_some(b.weights), 60),
+            _some(b.weights, 56),
         )
         for b in buckets
     ]
@@ -161,13 +161,18 @@ def _ready_counts(plan: HookPlan) -> str:
         by_count.setdefault(count, []).append(weight)
     total = sum(plan.ready_counts.values())
     rows = [
-        (count, len(weights), shorten(_some(weights), 92))
+        (count, len(weights), _some(weights, 92))
         for count, weights in sorted(by_count.items(), reverse=True)
     ]
     title = f"ready counts: {total} report(s) a step"
     return title + "\n" + table(("reports", "weights", ""), rows, right="reports,weights")
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LIST_LIMIT} more" if len(names) > _LIST_LIMIT else ""
-    return ", ".join(names[:_LIST_LIMIT]) + more
+def _some(names: Sequence[str], width: int) -> str:
+    """As many names as fit, and how many more there are."""
+    for shown in range(len(names), 0, -1):
+        more = f" and {len(names) - shown} more" if shown < len(names) else ""
+        text = ", ".join(names[:shown]) + more
+        if len(text) <= width:
+            return text
+    return shorten(names[0], width - 14) + f" and {len(names) - 1} more" if names else ""

@@ -1,9 +1,12 @@
 """Triton pieces that the kernels share: the factor of the old contents, the fused update, stats.
 
-Legend: ``b`` factor of the old contents, ``o_`` offsets, ``m_`` mask, ``p_`` pointer, ``i_`` program
-index. Everything is computed in fp32. A kernel module imports triton when it is imported, so only
-CUDA implementations (and interpreter tests) import one.
+Legend: ``b`` factor of the old contents, ``o_`` offsets, ``m_`` mask, ``p_`` pointer, ``i_``
+program index. Everything is computed in fp32. A kernel module imports triton when it is imported,
+so only CUDA implementations (and interpreter tests) import one.
 """
+
+# Triton's language has no types:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import contextlib
 from collections.abc import Iterator

@@ -1,15 +1,18 @@
 """accumulate_many and pack: many tensors of any shapes into one flat buffer, in one launch.
 
 ``main_i = b_i * main_i + scale * wgrad_i`` for every tensor i, or, packing, ``flat = scale *
-tensor_i`` with the gaps between them stored as zero. One program handles one tile of one tensor: it
-reads its record of the tile table, then the tensor's address, then streams the tile. Bytes that must
-move are those of ``accumulate``; the records add under 0.5%.
+tensor_i`` with the gaps between them stored as zero. One program handles one tile of one tensor:
+it reads its record of the tile table, then the tensor's address, then streams the tile. Bytes that
+must move are those of ``accumulate``; the records add under 0.5%.
 
 Alignment is found at run time: where address, place and length are multiples of the vector width
 the tile takes 16-byte accesses, else (a bias of 37 elements) narrow ones.
 
 Legend: a tile record is (segment, start, numel, total, offset, beta index); see tables.py.
 """
+
+# Triton's language has no types:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import torch
 import triton
@@ -18,7 +21,7 @@ import triton.language as tl
 from gtpgraph.kernels import tables
 from gtpgraph.kernels.common import TRITON_DTYPES, on_device, update
 
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The operators of the package: schema, fake and dispatch by the device of the tensors.
 
 Importing this module registers all of them and imports torch alone; a Triton kernel is imported by
-the first call on CUDA tensors. CPU tensors go to ``reference``. Here: reductions into one main_grad;
-``ops_many``: many tensors in a launch; ``ops_gemm``: the wgrad GEMM; ``ops_symmetric``: peers' memory.
+the first call on CUDA tensors. CPU tensors go to ``reference``. Here: reductions into one
+main_grad; ``ops_many``: many tensors in a launch; ``ops_gemm``: the wgrad GEMM; ``ops_symmetric``:
+peers' memory.
 
 What they share. ``flat`` is a bucket's buffer (1-D contiguous, fp32 or bf16) and ``offset`` counts
 its elements. A first contribution takes ``b = beta[index]``, a later one ``b = 1``; ``b == 0``

@@ -90,7 +90,8 @@ def _wgrad_gemm_cuda(
 
     _check(flat, dy, x, beta, index, offset)
     problem = kernel.Problem(flat, dy, x, beta, index, offset, scale, first)
-    choice = gemm_table.choose(dy.shape[0], dy.shape[1], x.shape[1], first, flat.dtype, dy.dtype)
+    programs = kernel.multiprocessors(flat.device)
+    choice = gemm_table.choose(dy, x, flat.dtype, first, programs)
     return kernel.wgrad_gemm(problem, choice)
 
 

@@ -1,4 +1,4 @@
-"""Operators over many tensors in one launch: accumulate_many, pack, unpack (conventions in ``ops``)."""
+"""Many tensors in one launch: accumulate_many, pack, unpack (conventions in ``ops``)."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def unpack(
     scale: float = 1.0,
     after: Tensor | None = None,
 ) -> Tensor:
-    """``tensor_i = scale * flat[offset_i : offset_i + numel_i]``, cast: the reverse of :func:`pack`."""
+    """``tensor_i = scale * flat[offset_i : offset_i + numel_i]``, cast: :func:`pack` reversed."""
     token: Tensor = torch.ops.gtpgraph.unpack(list(tensors), flat, list(offsets), scale, after)
     return token
 

@@ -1,7 +1,7 @@
 """Operators over peers' buffers in symmetric memory (conventions in ``ops``).
 
-On CUDA the buffer must have been attached (``symmetric.attach``, a collective) on every rank. On CPU
-there is no such memory: the buffers travel by an ordinary collective of the same group, and the
+On CUDA the buffer must have been attached (``symmetric.attach``, a collective) on every rank. On
+CPU there is no such memory: the buffers travel by an ordinary collective of the same group, and the
 arithmetic is the oracle's.
 """
 
@@ -25,7 +25,7 @@ def symm_reduce_scatter(
     ranks: int,
     after: Tensor | None = None,
 ) -> Tensor:
-    """``main = b * main + scale * sum_r fp32(chunk of rank r)``, main = ``flat[offset : offset+N]``.
+    """``main = b * main + scale * sum_r fp32(chunk of rank r)``, main ``flat[offset : offset+N]``.
 
     Args:
         buffer: this rank's contribution, ranks * N elements in symmetric memory, contiguous; piece

@@ -133,7 +133,7 @@ def symm_reduce_scatter(
     scale: float,
     first: bool,
 ) -> None:
-    """Oracle of ``gtpgraph::symm_reduce_scatter``; ``chunks[r]`` is rank r's piece for this rank."""
+    """Oracle of ``gtpgraph::symm_reduce_scatter``; ``chunks[r]``: rank r's piece for this rank."""
     main = flat[offset : offset + chunks[0].numel()]
     combine_(main, sum_rows(chunks), contribution_factor(beta, index, first), scale)
 

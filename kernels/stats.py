@@ -1,4 +1,4 @@
-"""Partial sums of squares and non-finite counts, left behind by the kernel that writes final values.
+"""Partial sums of squares and non-finite counts, left by the kernel that writes final values.
 
 A kernel that writes n final elements fills ``partials`` fp32 [num_partials(n), 2]: row i covers the
 elements [i * STATS_TILE, (i + 1) * STATS_TILE) as stored; column 0 is their sum of squares, column

@@ -14,6 +14,9 @@ graph. Bytes that must move, an element: as ``shard_reduce``, R - 1 of R rows ov
 Legend: R ranks, N elements a rank, ``p_peers`` int64 [R] the addresses of the peers' buffers.
 """
 
+# Triton's language has no types:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +102,8 @@ def _compat_rendezvous(buffer: torch.Tensor, group_name: str) -> Any:
     # The public import path of symmetric memory is still torch.distributed._symmetric_memory.
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.rendezvous(buffer, group_name)
+    module: Any = _symmetric_memory  # its name type for groups differs between releases
+    return module.rendezvous(buffer, group_name)
 
 
 def attach(buffer: torch.Tensor, group_name: str) -> Peers:

@@ -1,11 +1,14 @@
 """unpack: pieces of one flat buffer into many tensors, cast and scaled, in one launch.
 
-``tensor_i = scale * flat[offset_i : offset_i + numel_i]``. The mirror image of ``many``: one program
-a tile, the tile table says where it reads and the pointer table where it writes. Bytes that must
-move: every element read once and written once.
+``tensor_i = scale * flat[offset_i : offset_i + numel_i]``. The mirror image of ``many``: one
+program a tile, the tile table says where it reads and the pointer table where it writes. Bytes that
+must move: every element read once and written once.
 
 Legend: a tile record is (segment, start, numel, total, offset, beta index); see tables.py.
 """
+
+# Triton's language has no types:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import torch
 import triton
@@ -14,7 +17,7 @@ import triton.language as tl
 from gtpgraph.kernels import tables
 from gtpgraph.kernels.common import TRITON_DTYPES, on_device
 
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 @triton.jit

@@ -14,6 +14,9 @@ Bytes that must move: dY and X read once, main read (not when b == 0) and writte
 Legend: T tokens, M = out_features, N = in_features; dY [T, M], X [T, N], main [M, N], row-major.
 """
 
+# Triton's language has no types:
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from dataclasses import dataclass
 from functools import cache
 
@@ -85,12 +88,13 @@ def wgrad_gemm_kernel(
     BN: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     b = factor(p_beta, index, FIRST)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         # GROUP rows of tiles at a time, so that the tiles in flight share operands in L2
         in_group = GROUP * tiles_n
         first_m = tile // in_group * GROUP
@@ -135,7 +139,8 @@ class Problem:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at one a multiprocessor."""
     if device.type != "cuda":  # interpreter
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -152,7 +157,7 @@ def takes_tma(dy: torch.Tensor, x: torch.Tensor) -> bool:
 def run_triton(p: Problem, config: Config) -> None:
     """Launch the Triton kernel with ``config``."""
     (num_t, num_m), num_n = p.dy.shape, p.x.shape[1]
-    programs = config.per_sm * _multiprocessors(p.flat.device)
+    programs = config.per_sm * multiprocessors(p.flat.device)
     programs = min(programs, triton.cdiv(num_m, config.bm) * triton.cdiv(num_n, config.bn))
     tma = takes_tma(p.dy, p.x)
     dy: torch.Tensor | TensorDescriptor = p.dy
@@ -164,7 +169,7 @@ def run_triton(p: Problem, config: Config) -> None:
         dy, x, p.flat, p.beta, p.index, p.offset, p.scale, num_t, num_m, num_n,
         FIRST=p.first, TMA=tma, PRECISION="ieee",
         BT=config.bt, BM=config.bm, BN=config.bn, GROUP=config.group, SPLIT=config.split,
-        PROGRAMS=programs, num_warps=config.warps, num_stages=config.stages,
+        FLATTEN=config.flatten, PROGRAMS=programs, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 

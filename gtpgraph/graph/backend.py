@@ -111,7 +111,8 @@ def compile(
         replay: "cuda" captures each region's forward and backward as CUDA graphs in their second
             call and replays them from then on; None runs them.
         dispatch: of a replay: "event" starts a bucket's reduction when its last accumulate has run,
-            in the middle of the replay; "after" when the replay has ended (a baseline).
+            in the middle of the replay; "after" when the replay has ended (a baseline); "in_graph"
+            captures the reductions too, for groups whose collectives a CUDA graph can hold.
         max_captures: input shapes captured per region; others run uncaptured, which is said once.
         max_in_flight: forwards of a region, per shape, whose backward has not run.
         fullgraph: refuse graph breaks.

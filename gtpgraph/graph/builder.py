@@ -17,12 +17,12 @@ from torch import Tensor, fx, nn
 from gtpgraph import compat
 from gtpgraph.graph.agree import agree_on_order
 from gtpgraph.graph.chains import chain_of, check_patterns
-from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.checked import Checked, Expected
+from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.occurrences import region_plan
 from gtpgraph.graph.plan import GRAPHED
-from gtpgraph.graph.replay import RegionReplay, ReplayOptions
 from gtpgraph.graph.region import Region, RegionSite, declare_calls
+from gtpgraph.graph.replay import RegionReplay, ReplayOptions
 from gtpgraph.graph.sites import (
     GraphWeight,
     Use,
@@ -117,7 +117,10 @@ class RegionBuilder:
     """State of one region's compilation, between the callbacks of a lowering."""
 
     def __init__(
-        self, states: dict[int, WeightState], options: CompileOptions, owner: object = None,
+        self,
+        states: dict[int, WeightState],
+        options: CompileOptions,
+        owner: object = None,
         driver: Driver | None = None,
     ) -> None:
         wrapper = next(iter(states.values())).wrapper()

@@ -1,7 +1,7 @@
 """Capture a whole step, forward and backward, as one graph whose replays report.
 
-In: a function of the batch that runs the model (eager or compiled) and its backward. Out: a callable
-that does the same by replaying one graph::
+In: a function of the batch that runs the model (eager or compiled) and its backward. Out: the same
+as a callable that replays one graph::
 
     call 1 of a shape   runs as it is (warm-up is the step itself); what it reported is noted
     call 2              captured; the recorded occurrences must be those of call 1; then replayed
@@ -59,7 +59,9 @@ class CapturedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run the step; its result (the loss) is valid until the next call."""
-        key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
+        shapes = (tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
+        reducing = self.options.dispatch == "in_graph" and self.wrapper.sync
+        key = (reducing, *shapes)
         known = self._known.get(key)
         if known is None:
             return self._first(key, batch)
@@ -69,14 +71,16 @@ class CapturedStep:
             ):
                 self._tell()
                 return self._step(*batch)
-            self._capture(known, batch)
+            self._capture(known, batch, reducing)
         return self._replay(known, batch)
 
     def _first(self, key: ShapeKey, batch: tuple[Any, ...]) -> Any:
         before = len(self.wrapper.reports)
         result = self._step(*batch)
         if self.wrapper.sync:  # under no_sync nothing is reported, so nothing is learned either
-            self._known[key] = _Step(self.wrapper.reports[before:])
+            reports = self.wrapper.reports[before:]
+            for reducing in {True, False} if self.options.dispatch == "in_graph" else {False}:
+                self._known[(reducing, *key[1:])] = _Step(reports)
         return result
 
     def _tell(self) -> None:
@@ -87,17 +91,20 @@ class CapturedStep:
                 self.options.max_captures,
             )
 
-    def _capture(self, known: _Step, batch: tuple[Any, ...]) -> None:
+    def _capture(self, known: _Step, batch: tuple[Any, ...], reducing: bool) -> None:
         wrapper = self.wrapper
         by_fqn = {s.fqn: s for s in wrapper.states}
         last = Counter(by_fqn[r.weight].bucket.number for r in known.reports)
-        record = Recording(wrapper, self._driver, last)
+        record = Recording(
+            wrapper, self._driver, last, in_graph=frozenset(last if reducing else ())
+        )
         record.betas = {b.number: b.zeros.clone() for b in wrapper.buckets}
         step = self._step
         with wrapper.recording_into(record):
             known.captured = capture_call(
-                self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step"
-            )
+                self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step",
+                record.seal,
+            )  # fmt: skip
         record.check([(r.weight, r.use) for r in known.reports], "captured step")
         known.recording = record
 
@@ -144,7 +151,10 @@ def capture(
             call zero_grad_buffer() or finish_grad_sync().
         model: holds the one DistributedDataParallel whose weights it reaches.
         dispatch: "event": a bucket's reduction starts when its last accumulate has run, in the
-            middle of the replay; "after": when the replay has ended (the usual way, a baseline).
+            middle of the replay; "after": when the replay has ended (the usual way, a baseline);
+            "in_graph": the reduction itself is captured behind that accumulate (a second graph
+            without it serves no_sync()). "event" is the default: it is as early as "in_graph" and
+            works with every process group, captured or not.
         max_captures: input shapes that are captured; others run as they are, which is said once.
         driver: the graph runtime; None for CUDA.
 

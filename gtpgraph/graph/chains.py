@@ -7,6 +7,7 @@ eager Python. The chain is a property of the weight, chosen by patterns over its
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -26,13 +27,22 @@ def check_patterns(ungraphed: Sequence[str], names: Sequence[str]) -> None:
         return
     hints = []
     for pattern in idle:
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+        near = _near(pattern, names)
         hints.append(f"{pattern!r} (near: {', '.join(near) if near else 'nothing'})")
     raise ValueError(
         "ungraphed: expected every pattern to match a trainable weight, got none for "
         + "; ".join(hints)
         + ". Patterns are those of fnmatch over names as in model.named_parameters()."
     )
+
+
+def _near(pattern: str, names: Sequence[str]) -> list[str]:
+    """Up to three names that the pattern may have meant, by the words between dots and stars."""
+    words = [w for w in re.split(r"[.*?]+", pattern) if w]
+    known = {part for name in names for part in name.split(".")}
+    meant = {m for w in words for m in difflib.get_close_matches(w, known, n=3, cutoff=0.6)}
+    score = {name: len(meant.intersection(name.split("."))) for name in names}
+    return sorted((n for n in names if score[n]), key=lambda n: -score[n])[:3]
 
 
 def group_occurrences(

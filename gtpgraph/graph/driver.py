@@ -6,7 +6,8 @@ is the product; tests on machines without a GPU pass one that re-runs the functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,12 @@ class Driver(Protocol):
     def now(self) -> Any:
         """Outside a capture: an event behind everything launched on the current stream."""
 
+    def fork(self) -> AbstractContextManager[None]:
+        """Inside a capture: a branch of the graph that starts at this point."""
+
+    def join(self) -> None:
+        """Inside a capture: the graph goes on when all its branches have ended."""
+
 
 class CudaDriver:
     """CUDA graphs in one shared memory pool.
@@ -47,6 +54,8 @@ class CudaDriver:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._branch = torch.cuda.Stream(device)
+        self._forked = False
 
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Capture `work` on a side stream that is joined before the capture ends."""
@@ -70,3 +79,19 @@ class CudaDriver:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """A side stream that starts behind what was captured so far on the current one."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._branch.wait_event(event)
+        self._forked = True
+        with torch.cuda.stream(self._branch):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for the side stream, if anything went there."""
+        if self._forked:
+            torch.cuda.current_stream(self._device).wait_stream(self._branch)
+        self._forked = False

@@ -41,7 +41,8 @@ class Recording:
 
     `last` says after which occurrence of a bucket its event is recorded (how many there are in this
     graph, known from the plan or from a step that ran before); `betas` are static float32
-    [members] buffers that captured accumulates read.
+    [members] buffers that captured accumulates read. Buckets in `in_graph` get all their reports
+    from this graph: they are reduced inside it, on a branch behind the last accumulate (`reduced`).
     """
 
     wrapper: DistributedDataParallel
@@ -51,6 +52,8 @@ class Recording:
     events: dict[int, Any] = field(default_factory=dict)
     betas: dict[int, Tensor] = field(default_factory=dict)
     calls: list[RegionCalls] = field(default_factory=list)
+    in_graph: frozenset[int] = frozenset()
+    reduced: set[int] = field(default_factory=set)
     _seen: dict[int, set[int]] = field(default_factory=dict)
     _counts: Counter[int] = field(default_factory=Counter)
     _beta_of: dict[int, Tensor] = field(default_factory=dict)
@@ -58,16 +61,27 @@ class Recording:
 
     # -- while the graph is captured ------------------------------------------------------------
 
-    def record(
-        self, state: WeightState, use: int, region: str | None, *, declared: bool
-    ) -> None:
+    def record(self, state: WeightState, use: int, region: str | None, *, declared: bool) -> None:
         """An occurrence happens here; its accumulate was captured just before."""
         self.occurrences.append(Recorded(state, use, region, declared))
         number = state.bucket.number
         self._seen.setdefault(number, set()).add(state.member.slot)
         self._counts[number] += 1
         if self._counts[number] == self.last[number]:
-            self.events[number] = self.driver.mark()
+            self._complete(state.bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        if bucket.number in self.in_graph and len(self._seen[bucket.number]) == len(bucket.members):
+            with self.driver.fork():
+                bucket.reduction.start(bucket.flat)
+                bucket.reduction.finish(bucket.flat)
+            self.reduced.add(bucket.number)
+        else:
+            self.events[bucket.number] = self.driver.mark()
+
+    def seal(self) -> None:
+        """End of the capture: branches with reductions join the graph."""
+        self.driver.join()
 
     def beta(self, bucket: Bucket) -> Tensor:
         """float32 [members] for accumulates captured from here on: 1 for what was seen already."""
@@ -96,8 +110,8 @@ class Recording:
         beta = self.betas.get(bucket.number)
         if beta is None:
             raise RuntimeError(
-                f"bucket {bucket.number}: expected one of the buckets {sorted(self.betas)} that the "
-                "step before the capture reached, got another. Run one step with the same inputs "
+                f"bucket {bucket.number}: expected one of the buckets {sorted(self.betas)} that an "
+                "earlier step reached, got another. Run one step with the same inputs "
                 "before capturing."
             )
         return beta
@@ -119,7 +133,10 @@ class Recording:
             bucket = buckets[number]
             for slot in slots:
                 bucket.filled[slot] = True
-            bucket.fence.wrote_at(events[number])
+            if number in self.reduced:
+                bucket.reduced_in_graph = True
+            else:
+                bucket.fence.wrote_at(events[number])
 
     def reports(self, microbatch: int) -> list[Report]:
         """The replay's reports, in order; made once per microbatch number and shared."""

@@ -1,6 +1,6 @@
 """Replay a region: its forward and backward as captured graphs, in several instances.
 
-In: the lowered callables of a region and the arguments that AOTAutograd passes. Out: the same results
+In: the lowered callables of a region and the arguments that AOTAutograd passes. Out: their results,
 from replays. Every (input shapes) has instances of its own, and each forward in flight another::
 
     call 1  of a shape   runs as it is: the warm-up is the step itself, so it has no side effects
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from gtpgraph.graph.region import Region
 
 log = logging.getLogger("gtpgraph.replay")
-DISPATCH = ("after", "event")
+DISPATCH = ("after", "event", "in_graph")
 ShapeKey = tuple[object, ...]
 
 
@@ -89,8 +90,7 @@ class Instance:
     """A forward and a backward that belong together through the activations between them."""
 
     forward: Captured | None = None
-    backward: Captured | None = None
-    recording: Recording | None = None
+    backwards: dict[bool, tuple[Captured, Recording]] = field(default_factory=dict)
     sentinel: weakref.ref[Tensor] | None = None
 
     @property
@@ -193,10 +193,12 @@ class RegionReplay:
         `args` are AOTAutograd's; flat buffers and betas are appended here.
         """
         region, wrapper = self.region, self.region.wrapper
-        if instance.backward is None:
-            self._capture_backward(compiled, args, instance)
-        captured, record = instance.backward, instance.recording
-        assert captured is not None and record is not None
+        reducing = self.options.dispatch == "in_graph" and wrapper.sync
+        if reducing not in instance.backwards:
+            instance.backwards[reducing] = self._capture_backward(
+                compiled, args, instance, reducing
+            )
+        captured, record = instance.backwards[reducing]
         captured.feed([*args, *captured.inputs[len(args) :]])
         args.clear()
         record.prepare()
@@ -214,11 +216,16 @@ class RegionReplay:
             for k, o in enumerate(captured.outputs)
         ]
 
-    def _capture_backward(self, compiled: Any, args: list[Any], instance: Instance) -> None:
+    def _capture_backward(
+        self, compiled: Any, args: list[Any], instance: Instance, reducing: bool
+    ) -> tuple[Captured, Recording]:
         region = self.region
         owned = [region.wrapper.buckets[b] for b in region.buckets]
         last = Counter(s.state.bucket.number for s in region.sites)
-        record = Recording(region.wrapper, self.driver, last)
+        # a bucket may be reduced inside only if no one else reported into it in the last step
+        alone = {b for b, n in last.items() if region.wrapper.bucket_reports[b] == n}
+        whole = frozenset(alone if reducing else ())
+        record = Recording(region.wrapper, self.driver, last, in_graph=whole)
         record.betas = {b.number: b.zeros.clone() for b in owned}
         extra = [b.flat for b in owned] + [record.betas[b.number] for b in owned]
         static = self._static_pointers() | {t.data_ptr() for t in extra}
@@ -228,19 +235,20 @@ class RegionReplay:
                 static.add(tensor.data_ptr())
         with recording(_Recorder(region, record)):
             captured = capture_call(
-                self.driver, compiled, args + extra, static, f"{region.name} backward"
+                self.driver, compiled, args + extra, static, f"{region.name} backward", record.seal
             )
         plan = [(o.weight, o.use) for o in region.plan.occurrences]
         record.check(plan, f"region {region.name}")
-        instance.backward, instance.recording = captured, record
+        return captured, record
 
     def close(self) -> None:
         """Free every graph. Idempotent."""
         for known in self.instances.values():
             for instance in known:
-                for captured in (instance.forward, instance.backward):
-                    if captured is not None:
-                        captured.graph.reset()
+                if instance.forward is not None:
+                    instance.forward.graph.reset()
+                for captured, _ in instance.backwards.values():
+                    captured.graph.reset()
         self.instances.clear()
         self._by_pointer.clear()
 
@@ -266,9 +274,16 @@ class _Recorder:
 
 
 def capture_call(
-    driver: Driver, compiled: Any, args: list[Any], static: set[int], what: str
+    driver: Driver,
+    compiled: Any,
+    args: list[Any],
+    static: set[int],
+    what: str,
+    seal: Callable[[], None] | None = None,
 ) -> Captured:
     """Capture ``compiled(args)``; arguments outside `static` (addresses) get buffers of their own.
+
+    `seal` runs at the end of the capture, inside it.
 
     Raises:
         RuntimeError: the work cannot be captured; names the node and line where known.
@@ -277,8 +292,15 @@ def capture_call(
         i for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr() not in static
     )
     inputs = [a.detach().clone() if i in dynamic else a for i, a in enumerate(args)]
+
+    def work() -> list[Any]:
+        results = list(run_traced(compiled, list(inputs)))
+        if seal is not None:
+            seal()
+        return results
+
     try:
-        graph, outputs = driver.capture(lambda: list(run_traced(compiled, list(inputs))))
+        graph, outputs = driver.capture(work)
     except Exception as error:
         raise RuntimeError(
             f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__}: "

@@ -67,6 +67,7 @@ class Bucket:
     wire_dtype: torch.dtype
     reduce: str
     is_expert: bool = False
+    reduced_in_graph: bool = False
     filled: list[bool] = field(init=False)
     zeros: Tensor = field(init=False)
     ones: Tensor = field(init=False)
@@ -126,6 +127,8 @@ class Bucket:
 
         On a GPU both happen on the communication stream, behind every write to the bucket.
         """
+        if self.reduced_in_graph:
+            return  # the replayed graph holds the reduction itself
         with self.fence.reducing():
             for member in self.members:
                 if not self.filled[member.slot]:
@@ -141,6 +144,7 @@ class Bucket:
         """Start a step: nothing is filled."""
         self.wait_reduce()
         self.filled = [False] * len(self.members)
+        self.reduced_in_graph = False
 
     def whole(self) -> Tensor:
         """The reduced flat buffer [numel] of all ranks; a collective unless it is here already."""

@@ -11,6 +11,7 @@ reports are exactly those that are owed. One step::
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ class DistributedDataParallel(nn.Module):
         self.exchange = self._make_exchange(timeout_s)
         self.eager = EagerQueue(self)
         self.reports: list[Report] = []
+        self.bucket_reports: Counter[int] = Counter()  # of the last finished step
+        self._bucket_of = {s.fqn: s.bucket.number for s in self.states}
         self.regions: list[Region] = []
         self.order_exchanges = self._make_order_exchanges(timeout_s)
         self.agreed_orders: dict[tuple[str, tuple[int, ...]], list[str]] = {}
@@ -284,6 +287,14 @@ class DistributedDataParallel(nn.Module):
                 self.reports.append(report)
                 self._declared = occurrence.declared
                 state.ready_hook(state.param, report)
+        early = [b for b in record.reduced if not self.ledger.dispatched[b]]
+        if early:
+            self.ledger.broken = True
+            raise RuntimeError(
+                f"buckets {early}: expected all of their reports from one captured graph, which "
+                "reduces them, got a step in which others are owed too. Capture with "
+                "dispatch='event', or run steps of one kind."
+            )
 
     def _end_backward(self) -> None:
         self.eager.drain()
@@ -340,6 +351,7 @@ class DistributedDataParallel(nn.Module):
             self.ledger.dispatch(bucket.number)
         for bucket in self.buckets:
             bucket.wait_reduce()
+        self.bucket_reports = Counter(self._bucket_of[r.weight] for r in self.reports)
         self.ledger.close_step()
         for state in self.states:
             state.gathers = 0

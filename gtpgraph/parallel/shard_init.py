@@ -168,6 +168,7 @@ class _Materializer:
         self.device = device
         self.guard = _Writes()
         self.real: dict[Tensor, Tensor] = {}
+        self.written: set[Tensor] = set()
         self.owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         self.left: dict[Tensor, int] = {}
         self.meta: dict[nn.Module, list[tuple[str, Tensor]]] = {}
@@ -190,13 +191,13 @@ class _Materializer:
         self.guard.written.clear()  # freed memory comes back under the same address
         with unswapped(module), self.guard:
             function()
-        unwritten = [
-            name
-            for name, full in fresh.items()
-            if full.numel()
-            and _holder(module, name)[name] is full
-            and _memory(full) not in self.guard.written
-        ]
+        for name, tensor in mine:
+            now = _holder(module, name)[name]
+            if now is not fresh[name] or not now.numel() or _memory(now) in self.guard.written:
+                self.written.add(tensor)
+            self.left[tensor] -= 1
+        # A tied weight may be left to the init of any one of its owners.
+        unwritten = [n for n, t in mine if not self.left[t] and t not in self.written]
         if unwritten:
             raise ValueError(
                 f"materialize: {path or 'the model'} ({type(module).__name__}): expected its init "
@@ -217,7 +218,6 @@ class _Materializer:
 
     def _finish(self, path: str, module: nn.Module, name: str, tensor: Tensor) -> None:
         self.real[tensor] = _holder(module, name)[name]  # init may have put another in its place
-        self.left[tensor] -= 1
         spec = specs_of(module).get(name)
         if spec is None or not isinstance(tensor, nn.Parameter):
             return

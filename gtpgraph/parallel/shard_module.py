@@ -99,7 +99,7 @@ def _refuse_writer(module: nn.Module, name: str, function: str) -> NoReturn:
         f"{type(module).__name__}.{name}: {function} reads a sharded weight to write into it, and "
         "what it reads is a gathered copy. Expected initialised weights of their final size before "
         "shard(). Remedy: initialise or resize first and shard last; or build on the meta device, "
-        "shard, and gtpgraph.parallel.sharding.materialize"
+        "shard, and gtpgraph.materialize(model, device)"
     )
 
 

@@ -90,7 +90,6 @@ def _all_candidates(model: nn.Module) -> list[Candidate]:
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     fqns: dict[nn.Parameter, list[str]] = {}
     chosen: set[nn.Parameter] = set()
-    named = list(named_owners(model))
     for fqn, module, name, param in named_owners(model):
         fqns.setdefault(param, []).append(fqn)
         held = owners.setdefault(param, [])

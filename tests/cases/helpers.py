@@ -123,7 +123,7 @@ def error_of(fn: Call, *args: Any, **kwargs: Any) -> str:
 
 
 class MLP(nn.Module):
-    """Linear layers with a norm between: x [N, width] -> [N, width]."""
+    """A norm, then linear layers with tanh: x [N, width] -> [N, width]."""
 
     def __init__(self, width: int = 8, layers: int = 2) -> None:
         super().__init__()
@@ -131,10 +131,10 @@ class MLP(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: Tensor = self.norm(x)
-        return out
+        return x
 
 
 class MeanSquare(nn.Module):

@@ -109,13 +109,13 @@ def test_k02_order_and_multiplicity_survive_the_grouping() -> None:
 # --- K03 ------------------------------------------------------------------------------------------
 
 
+@functorch_config.patch(donated_buffer=False)
 def test_k03_a_surplus_region_backward_is_refused_before_it_is_launched() -> None:
     """torch's own donated buffers refuse retain_graph in a compiled backward first, unless off."""
     ddp = h.wrap(ABA(), bucket_mb=1.0)
     compiled = gtpgraph.compile(ddp, lowering="eager")
     ddp.zero_grad_buffer()
-    with functorch_config.patch(donated_buffer=False):
-        loss = compiled(h.batch_of(0))
+    loss = compiled(h.batch_of(0))
     loss.backward(retain_graph=True)
     before = {n: w.main_grad.clone() for n, w in ddp.named_weights()}
     reports = list(ddp.reports)

@@ -4,6 +4,7 @@ readiness ops' Python, it hides: replays run under a recorder that ignores every
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,7 @@ class _Ignore:
 
 
 class _Silent(Recording):
-    def record(
-        self, state: Any, use: int, region: str | None, *, declared: bool = True
-    ) -> None:
+    def record(self, state: Any, use: int, region: str | None, *, declared: bool = True) -> None:
         self._seen.setdefault(state.bucket.number, set()).add(state.member.slot)
 
 
@@ -81,3 +80,9 @@ class HostDriver:
 
     def now(self) -> str:
         return "now"
+
+    def fork(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        pass

@@ -1,7 +1,7 @@
 """Kernel tests run twice: on the CPU under Triton's interpreter, and on the GPU.
 
-Triton reads TRITON_INTERPRET when it is imported, so test_interpreter.py runs the ``device`` tests in
-a process of their own; in an ordinary CPU session they skip.
+Triton reads TRITON_INTERPRET when it is imported, so test_interpreter.py runs the ``device`` tests
+in a process of their own; in an ordinary CPU session they skip.
 """
 
 import os

@@ -3,8 +3,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 3 \
         python tests/kernels/small_cases.py
 
-and the same with ``--tool racecheck``. Without the caching allocator every tensor is an allocation of
-its own, so that an access one element outside is seen.
+and the same with ``--tool racecheck``. Without the caching allocator every tensor is an allocation
+of its own, so that an access one element outside is seen.
 """
 
 import torch

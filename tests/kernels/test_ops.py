@@ -1,4 +1,4 @@
-"""The operators as others call them: values, errors, opcheck, torch.compile; on the CPU and the GPU."""
+"""The operators as others call them: values, errors, opcheck, torch.compile; CPU and GPU."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,9 +1,6 @@
-"""shard: which weights, what stands in the way, equal values and gradients, class-swap traps."""
+"""shard: which weights, what stands in the way; values and gradients, padding, refusals on ranks."""
 
 import copy
-import io
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +14,6 @@ from gtpgraph.parallel.sharding import (
     all_weights,
     fqn_of,
     gtp_weights,
-    materialize,
-    original_type,
     shard,
 )
 
@@ -173,242 +168,6 @@ def test_names_are_those_before_any_wrapper() -> None:
         fqn_of(model, nn.Parameter(torch.zeros(9, 6)))
 
 
-# --- traps of class swapping ---------------------------------------------------------------------
-
-
-def test_get_parameter_gives_the_shard_from_any_ancestor() -> None:
-    model = shard(Net())
-    expected = model.up._parameters["weight"]
-    assert model.up.get_parameter("weight") is expected
-    assert model.get_parameter("up.weight") is expected
-    assert nn.Sequential(model).get_parameter("0.up.weight") is expected
-    assert dict(model.named_parameters())["up.weight"] is expected
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: setattr(m.up, "weight", nn.Parameter(torch.zeros(9, 6))),
-        lambda m: setattr(m.up, "weight", torch.zeros(9, 6)),
-        lambda m: setattr(m.head, "weight", m.up._parameters["weight"]),
-        lambda m: m.up.register_parameter("weight", nn.Parameter(torch.zeros(9, 6))),
-        lambda m: delattr(m.up, "weight"),
-        lambda m: nn.utils.parametrizations.orthogonal(m.up),
-    ],
-    ids=["assign", "tensor", "tie", "register", "delete", "parametrize"],
-)
-def test_replacing_a_sharded_weight_is_refused(change: Callable[[Any], None]) -> None:
-    model = shard(Net())
-    before = dict(model.named_parameters())
-    with pytest.raises(RuntimeError, match=r"weight: cannot .* sharded weight.*shard last"):
-        change(model)
-    after = dict(model.named_parameters())
-    assert before.keys() == after.keys()
-    assert all(after[name] is param for name, param in before.items())
-    model(TOKENS)
-
-
-def test_tying_again_what_is_tied_is_no_change() -> None:
-    model = shard(Net())
-    model.head.weight = model.get_parameter("embed.weight")
-    assert names(model) == ["embed.weight", "up.weight", "frozen.weight"]
-    model.up.register_parameter("weight", model.get_parameter("up.weight"))
-    model.up.note = "other attributes are free"
-    del model.up.note
-
-
-def resize_token_embeddings(model: Any) -> None:
-    model.embed.weight.data = torch.zeros(12, 6)  # as Hugging Face does it
-
-
-def _init_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.weight)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda m: m.up.reset_parameters(),
-        lambda m: m.apply(_init_weights),
-        resize_token_embeddings,
-    ],
-    ids=["reset", "init", "resize"],
-)
-def test_initialising_and_resizing_a_sharded_model_are_refused(
-    write: Callable[[nn.Module], Any],
-) -> None:
-    model = shard(Net())
-    before = {name: param.clone() for name, param in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"final size before shard\(\).*materialize"):
-        write(model)
-    for name, param in model.named_parameters():
-        assert torch.equal(param, before[name])
-
-
-def test_pickling_is_refused_in_favour_of_the_state_dict() -> None:
-    model = shard(Net())
-    for save in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
-        with pytest.raises(pickle.PicklingError, match=r"state_dict\(\)"):
-            save()
-    torch.save(model.state_dict(), io.BytesIO())
-
-
-def test_the_type_is_a_subclass_that_looks_like_the_original() -> None:
-    model = shard(Net())
-    assert isinstance(model.up, nn.Linear)
-    assert type(model.up) is not nn.Linear
-    assert original_type(model.up) is nn.Linear
-    assert original_type(model.norm) is nn.LayerNorm
-    assert type(model.up) is type(model.head), "one class a kind, or each module would recompile"
-    expected = "Linear(in_features=6, out_features=9, bias=True, shard=(weight: 9 of 9 rows, gtp 0"
-    assert repr(model.up).startswith(expected)
-
-
-@pytest.mark.parametrize("do", [copy.deepcopy, lambda m: copy.deepcopy(copy.deepcopy(m))])
-def test_deepcopy_keeps_ties_frozen_flags_specs_and_state(do: Callable[[Any], Any]) -> None:
-    model = shard(Net())
-    model.get_parameter("up.weight")._gtp_handle = object()  # belongs to the original alone
-    twin = do(model)
-    assert [i.fqns for i in gtp_weights(twin).values()] == [
-        i.fqns for i in gtp_weights(model).values()
-    ]
-    assert not set(gtp_weights(twin)) & set(gtp_weights(model))
-    assert not twin.get_parameter("frozen.weight").requires_grad
-    assert not hasattr(twin.get_parameter("up.weight"), "_gtp_handle")
-    twin.get_parameter("up.weight").data.zero_()
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(TOKENS), twin(TOKENS))
-    del model.get_parameter("up.weight")._gtp_handle
-    assert torch.equal(twin(TOKENS), model(TOKENS))
-    shallow = copy.copy(model.up)
-    assert shallow.get_parameter("weight") is model.get_parameter("up.weight")
-
-
-def test_conversions_keep_shards_and_ties() -> None:
-    model = shard(Net())
-    tie = model.get_parameter("embed.weight")
-    model.to(torch.float64)
-    assert model.get_parameter("embed.weight") is tie is model.get_parameter("head.weight")
-    assert model.up.weight.dtype == torch.float64
-    assert model(TOKENS).dtype == torch.float64
-    with torch.device("meta"):
-        empty = Net()
-    shard(empty).to_empty(device="cpu")
-    assert empty.get_parameter("embed.weight") is empty.get_parameter("head.weight")
-    assert not empty.get_parameter("frozen.weight").requires_grad
-    assert [i.fqns for i in gtp_weights(empty).values()] == [
-        i.fqns for i in gtp_weights(model).values()
-    ]
-
-
-def test_functional_call_takes_shards() -> None:
-    model = shard(Net())
-    replaced = {name: param.detach() * 2 for name, param in model.named_parameters()}
-    expected = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in expected.parameters():
-            param.mul_(2)
-    assert torch.equal(torch.func.functional_call(model, replaced, TOKENS), expected(TOKENS))
-    with pytest.raises(RuntimeError, match=r"expected a shard of \(9, 6\).*got \(3, 6\)"):
-        torch.func.functional_call(model, {"up.weight": torch.zeros(3, 6)}, TOKENS)
-
-
-def test_attributes_of_a_parameter_survive() -> None:
-    model = Net()
-    model.up.weight.sequence_parallel = True
-    assert shard(model).get_parameter("up.weight").sequence_parallel
-
-
-def test_modules_of_a_kind_compile_once() -> None:
-    model = shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
-    compiled = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        compiled.append(sum("gather" in str(node.target) for node in gm.graph.nodes))
-        return gm.forward
-
-    torch._dynamo.reset()
-    for layer in model:
-        layer.compile(backend=backend, fullgraph=True)
-    model(torch.randn(2, 4)).sum().backward()
-    assert compiled == [1]
-
-
-# --- meta device ---------------------------------------------------------------------------------
-
-
-def _whole_after(seed: int, build: Callable[[], nn.Module], init: Any = None) -> nn.Module:
-    with torch.device("meta"):
-        model = build()
-    ties = all_weights(model)
-    model.to_empty(device="cpu")
-    for fqns in ties.values():  # torch's to_empty unties
-        for alias in fqns[1:]:
-            path, _, name = alias.rpartition(".")
-            setattr(model.get_submodule(path), name, model.get_parameter(fqns[0]))
-    torch.manual_seed(seed)
-    for module in [m for m in model.modules() if m is not model]:
-        init(module) if init else module.reset_parameters()
-    return model
-
-
-def _plain() -> nn.Module:
-    return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 5))
-
-
-def _tied() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7))
-    model[2].weight = model[0].weight
-    return model
-
-
-def _init_to_small(module: nn.Module) -> None:
-    for tensor in module.parameters(recurse=False):
-        nn.init.normal_(tensor, std=0.02)
-
-
-@pytest.mark.parametrize("build", [_plain, _tied])
-@pytest.mark.parametrize("init", [None, _init_to_small])
-def test_materialised_values_are_those_of_an_unsharded_model(build: Any, init: Any) -> None:
-    expected = _whole_after(5, build, init)
-    with torch.device("meta"):
-        model = shard(build())
-    assert all(param.is_meta for param in model.parameters())
-    torch.manual_seed(5)
-    assert materialize(model, "cpu", init=init) is model
-    assert names(model)
-    for name, param in expected.named_parameters():
-        assert torch.equal(model.get_parameter(name), param), name
-    assert [f for f in all_weights(model).values()] == [f for f in all_weights(expected).values()]
-
-
-def test_materialised_equals_construction_where_it_only_resets() -> None:
-    torch.manual_seed(3)
-    expected = _plain()
-    with torch.device("meta"):
-        model = shard(_plain())
-    torch.manual_seed(3)
-    materialize(model, torch.device("cpu"))
-    for name, param in expected.named_parameters():
-        assert torch.equal(model.get_parameter(name), param), name
-
-
-def test_materialise_says_what_has_no_init_and_changes_nothing() -> None:
-    with torch.device("meta"):
-        model = shard(Net())
-    with pytest.raises(ValueError, match=r"none on the model \(Net\).*init="):
-        materialize(model, "cpu")
-    assert all(param.is_meta for param in model.parameters())
-    with pytest.raises(ValueError, match=r"the model \(Net\).*write token, found uninitialised"):
-        materialize(model, "cpu", init=lambda m: m is model or _init_to_small(m))
-    assert all(param.is_meta for param in model.parameters())
-    with pytest.raises(ValueError, match="real device"):
-        materialize(model, "meta")
-    materialize(model, "cpu", init=_init_to_small)
-    assert torch.isfinite(model(TOKENS))
-
-
 # --- several ranks -------------------------------------------------------------------------------
 
 
@@ -505,32 +264,6 @@ def _check_refusals(rank: int, world: int) -> list[str]:
     return errors
 
 
-def _check_materialised(rank: int, world: int) -> None:
-    torch.manual_seed(3)
-    expected = _plain()
-    with torch.device("meta"):
-        model = shard(_plain(), _groups(world, 4))
-    torch.manual_seed(3)
-    materialize(model, "cpu")
-    for param, info in gtp_weights(model).items():
-        assert torch.equal(param, _rows(expected.get_parameter(info.fqns[0]), info.spec))
-    for name, param in expected.named_parameters():
-        if not name.endswith("weight") or name.startswith("2."):
-            assert torch.equal(model.get_parameter(name), param), name
-
-    def init(module: nn.Module) -> None:  # as GPT-2's: the root scales weights of its blocks
-        _init_to_small(module)
-        if isinstance(module, nn.Sequential):
-            for param in module.parameters():
-                param.data.mul_(0.5)
-
-    with torch.device("meta"):
-        model = shard(_plain(), _groups(world, 4))
-    with pytest.raises(NotImplementedError, match=r"init function writes into 0\.weight"):
-        materialize(model, "cpu", init=init)
-    assert all(param.is_meta for param in model.parameters())
-
-
 def _check_experts(rank: int, world: int) -> None:
     torch.manual_seed(0)
     whole = nn.ModuleDict({"experts": Experts(4), "proj": Conv1D(3, 6)}).double()
@@ -548,6 +281,19 @@ def _check_experts(rank: int, world: int) -> None:
     for param, info in gtp_weights(model).items():
         want = _rows(whole.get_parameter(info.fqns[0]).grad, info.spec)
         torch.testing.assert_close(param.grad, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_sharded_model_in_one_piece() -> None:
+    whole = Net()
+    model = shard(copy.deepcopy(whole))
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    torch.compile(model, fullgraph=True)(TOKENS).backward()
+    whole(TOKENS).backward()
+    for name, param in whole.named_parameters():
+        if param.requires_grad:
+            torch.testing.assert_close(model.get_parameter(name).grad, param.grad)
+        assert torch.equal(model.get_parameter(name), before[name])
 
 
 @pytest.mark.dist
@@ -585,11 +331,6 @@ def test_refusals_on_four_ranks_change_nothing(ranks4: Any) -> None:
         )
         for text, part in zip(errors, expected, strict=True):
             assert part in text
-
-
-@pytest.mark.dist
-def test_materialised_on_four_ranks(ranks4: Any) -> None:
-    ranks4.run(_check_materialised)
 
 
 @pytest.mark.dist
