@@ -37,6 +37,8 @@ class Case:
         make: seed -> {implementation: thunk}, on fresh inputs; ``limit`` is the floor's stand-in.
         check: raises unless the implementations named ``ours*`` are right; run before any timing.
         num_flops: operations, 0 where memory alone matters.
+        eager: implementations that are timed as plain calls too, the host's work included; their
+            rows are named ``NAME:eager``.
         conditions: what else a reader must know.
     """
 
@@ -45,6 +47,7 @@ class Case:
     make: Callable[[int], dict[str, Thunk]]
     check: Callable[[], None]
     num_flops: float = 0.0
+    eager: tuple[str, ...] = ()
     conditions: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,9 +95,26 @@ def measure(case: Case, repeats: int) -> dict[str, list[float]]:
             end.synchronize()
             if repeat >= 3:  # warm-up
                 samples[name].append(begin.elapsed_time(end) * 1e3 / sets)
+    for name in case.eager:
+        samples[f"{name}:eager"] = eager_samples([made[name] for made in inputs], repeats)
     del graphs, inputs
     gc.collect()
     torch.cuda.empty_cache()
+    return samples
+
+
+def eager_samples(thunks: list[Thunk], repeats: int) -> list[float]:
+    """Plain calls, us each: from an idle device to the end of the work."""
+    samples = []
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(repeats):
+        for thunk in thunks:
+            torch.cuda.synchronize()
+            begin.record()
+            thunk()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3)
     return samples
 
 

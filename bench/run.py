@@ -42,7 +42,41 @@ def kernels(run: harness.Run, options: argparse.Namespace) -> int:
     return failed
 
 
-SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {"kernels": kernels}
+CASES = (("gpt-124m", 1, 512), ("gpt-124m", 8, 1024), ("gpt-1.3b", 2, 2048))
+
+
+def steps(run: harness.Run, options: argparse.Namespace) -> int:
+    """Whole steps beside their peers."""
+    from bench import steps as suite
+
+    for name, batch, seq in CASES:
+        if not options.only or options.only in f"{name}:{batch}x{seq}":
+            harness.append(suite.measure(run, name, batch, seq, options.repeats), options.out)
+    return 0
+
+
+def overlap(run: harness.Run, options: argparse.Namespace) -> int:
+    """What each dispatch exposes of the transfers."""
+    from bench import steps as suite
+
+    harness.append(suite.overlap(run, options.repeats), options.out)
+    return 0
+
+
+def host(run: harness.Run, options: argparse.Namespace) -> int:
+    """Host cost of a replayed step."""
+    from bench import steps as suite
+
+    harness.append(suite.host(run, options.repeats), options.out)
+    return 0
+
+
+SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {
+    "kernels": kernels,
+    "steps": steps,
+    "overlap": overlap,
+    "host": host,
+}
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gtpgraph.graph.backend import CompiledModel, compile, inspect, plan_of
+    from gtpgraph.graph.capture import capture
     from gtpgraph.graph.plan import HookPlan
     from gtpgraph.parallel.data_parallel import DistributedDataParallel
     from gtpgraph.parallel.finalize import finalize_model_grads
@@ -24,6 +25,7 @@ _HOME = {
     "HookPlan": "gtpgraph.graph.plan",
     "ProcessGroups": "gtpgraph.parallel.process_groups",
     "Report": "gtpgraph.parallel.ready",
+    "capture": "gtpgraph.graph.capture",
     "compile": "gtpgraph.graph.backend",
     "finalize_model_grads": "gtpgraph.parallel.finalize",
     "inspect": "gtpgraph.graph.backend",
@@ -38,6 +40,7 @@ __all__ = [
     "HookPlan",
     "ProcessGroups",
     "Report",
+    "capture",
     "compile",
     "finalize_model_grads",
     "inspect",

@@ -20,6 +20,9 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 HANDLE_ATTRIBUTE = "_gtp_handle"
 
@@ -28,7 +31,11 @@ class GatherHandle(Protocol):
     """Who takes the contributions of a shard in eager mode; one handle a shard."""
 
     def on_gather(self) -> Any:
-        """Called once a differentiated gather, in forward; names the use (any object)."""
+        """Called at each gather that could be differentiated; returns what names its use.
+
+        Not every such gather is a use: a read of the weight's dtype and the recomputation of a
+        checkpoint gather too, and no contribution follows. Count contributions.
+        """
 
     def contribute(self, wgrad: Tensor, use: Any) -> Tensor | None:
         """Take the unreduced wgrad ``[rows, *rest]`` of ``use``.
@@ -43,10 +50,6 @@ class GatherHandle(Protocol):
 
 def _compat_is_tracing(tensor: Tensor) -> bool:
     """True for a tensor that only stands for data: fake, functional, functorch's, or proxied."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     return (
         isinstance(tensor, (FakeTensor, FunctionalTensor))
         or torch._is_functional_tensor(tensor)

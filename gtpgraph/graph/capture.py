@@ -59,9 +59,7 @@ class CapturedStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run the step; its result (the loss) is valid until the next call."""
-        shapes = (tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
-        reducing = self.options.dispatch == "in_graph" and self.wrapper.sync
-        key = (reducing, *shapes)
+        key = self._key(batch)
         known = self._known.get(key)
         if known is None:
             return self._first(key, batch)
@@ -71,8 +69,30 @@ class CapturedStep:
             ):
                 self._tell()
                 return self._step(*batch)
-            self._capture(known, batch, reducing)
+            self._capture(known, batch, bool(key[0]))
         return self._replay(known, batch)
+
+    def prepare(self, *batch: Any) -> None:
+        """Capture for these shapes now, without running anything. Harmless when done already.
+
+        main_grads, buffers, RNG state and what is owed stay as they are.
+
+        Raises:
+            RuntimeError: no step of these shapes has run yet, or it cannot be captured.
+        """
+        key = self._key(batch)
+        known = self._known.get(key)
+        if known is None:
+            raise RuntimeError(
+                "captured step: expected one synchronised step of these shapes before its capture "
+                f"(it is the warm-up), got none for {key[1:]}. Call the step once."
+            )
+        if known.captured is None:
+            self._capture(known, batch, bool(key[0]))
+
+    def _key(self, batch: tuple[Any, ...]) -> ShapeKey:
+        shapes = (tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
+        return (self.options.dispatch == "in_graph" and self.wrapper.sync, *shapes)
 
     def _first(self, key: ShapeKey, batch: tuple[Any, ...]) -> Any:
         before = len(self.wrapper.reports)

@@ -13,6 +13,7 @@ Parameters, buffers, main_grads and saved activations are static: a graph reads 
 from __future__ import annotations
 
 import logging
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -20,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from gtpgraph import compat
 from gtpgraph.graph.driver import Driver, Graph
 from gtpgraph.graph.recording import Recording
+from gtpgraph.graph.sites import is_library_file, shown_path
 from gtpgraph.kernels.readiness import recording
 
 if TYPE_CHECKING:
@@ -303,13 +305,26 @@ def capture_call(
         graph, outputs = driver.capture(work)
     except Exception as error:
         raise RuntimeError(
-            f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__}: "
-            f"{error}. Host synchronisation (.item(), printing, boolean masks) and allocation on "
+            f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__} at "
+            f"{where_of(error)}: {error}. Host synchronisation (.item(), printing, boolean masks) and allocation on "
             "other streams cannot be captured: leave the module that does it out of the region "
             "(torch.compiler.disable), or compile without replay='cuda'."
         ) from error
     pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
     return Captured(graph, inputs, outputs, dynamic, pointers)
+
+
+def where_of(error: BaseException) -> str:
+    """``module (file:line)`` of the model's code that raised: the innermost frame outside torch and
+    this package, and the class of the module whose method it is."""
+    place = "an unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not is_library_file(file):
+            owner = frame.f_locals.get("self")
+            name = f"{type(owner).__name__} " if isinstance(owner, nn.Module) else ""
+            place = f"{name}({shown_path(file)}:{line})"
+    return place
 
 
 def run_traced(compiled: Any, args: list[Any]) -> Any:

@@ -242,5 +242,16 @@ def source_of(node: fx.Node) -> str:
     if not user:
         return ""
     file, line = user[-1]
+    return f"{shown_path(file)}:{line}"
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a source file is torch's or ours rather than the model's."""
+    ours = file.startswith(_PACKAGE + os.sep) and file != _MODELS
+    return ours or file.startswith(_TORCH + os.sep)
+
+
+def shown_path(file: str) -> str:
+    """A path as messages show it: relative to the working directory where it lies below it."""
     below = os.path.relpath(file)
-    return f"{file if below.startswith('..') else below}:{line}"
+    return file if below.startswith("..") else below

@@ -95,7 +95,7 @@ class DistributedDataParallel(nn.Module):
         self.agreed_orders: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self._frames: dict[int | None, list[str]] = {}
         self._sync, self._closed, self._finished = True, False, False
-        self._backward_id: int | None = None
+        self._backwards: list[int] = []  # running ones, an outer before those inside it
         self._microbatch = -1
         self._declared = False
         self.recording: Recording | None = None
@@ -225,12 +225,19 @@ class DistributedDataParallel(nn.Module):
         Raises:
             RuntimeError: the wrapper is closed, or the step is finished and not started anew.
         """
-        self._check_contributing()
+        if self.recording is None:
+            self._check_contributing()
         current = compat.backward_id()
-        if current is not None and current != self._backward_id:
-            self._backward_id = current
-            self._microbatch += self.recording is None
-            compat.after_backward(self._end_backward)
+        if current is None or current in self._backwards:
+            return
+        if self._backwards and self.recording is not None:
+            raise NotImplementedError(
+                "capture: expected one backward, got one inside another (a reentrant activation "
+                "checkpoint). Use checkpoint(..., use_reentrant=False)."
+            )
+        self._microbatch += self.recording is None and not self._backwards
+        self._backwards.append(current)
+        compat.after_backward(lambda: self._end_backward(current))
 
     def _check_contributing(self) -> None:
         if self._closed:
@@ -256,7 +263,7 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.recording = None
             self.eager.forget()
-            self._backward_id = None
+            self._backwards.clear()
             for state, count in zip(self.states, gathers, strict=True):
                 state.gathers = count
 
@@ -296,9 +303,11 @@ class DistributedDataParallel(nn.Module):
                 "dispatch='event', or run steps of one kind."
             )
 
-    def _end_backward(self) -> None:
-        self.eager.drain()
-        self._backward_id = None
+    def _end_backward(self, ended: int) -> None:
+        if ended in self._backwards:
+            self._backwards.remove(ended)
+        if not self._backwards:
+            self.eager.drain()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -312,7 +321,8 @@ class DistributedDataParallel(nn.Module):
             state.param.grad = None
         self.ledger.start_step()
         self.reports = []
-        self._finished, self._microbatch, self._backward_id = False, -1, None
+        self._finished, self._microbatch = False, -1
+        self._backwards.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The same as `zero_grad_buffer`; `.grad` of an owned weight is always None."""

@@ -19,6 +19,7 @@ from gtpgraph.graph.plan import HookPlan
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.process_groups import ProcessGroups
 from gtpgraph.parallel.sharding import shard
+from gtpgraph.testing import fp64_grads, max_error
 
 SUM_ORDER_BAR = 1e-6  # fp32, eager Python or graphs run by FX, where a sum changes order
 INDUCTOR_BAR = 1e-5
@@ -66,6 +67,14 @@ def compile_part(part: nn.Module, **options: Any) -> None:
 def full_grads(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """First FQN -> whole gradient, float32; collective."""
     return {name: ddp.full_grad(name) for name, _ in ddp.named_weights()}
+
+
+def error_from_plain(
+    ddp: DistributedDataParallel, plain: nn.Module, *batch: Any, loss_fn: Call | None = None
+) -> float:
+    """Largest relative difference from plain PyTorch in the model's own precision."""
+    expected = fp64_grads(plain, [batch], torch.float32, loss_fn)
+    return max_error(full_grads(ddp), expected)
 
 
 def counts(reports: Iterable[Any]) -> dict[str, int]:

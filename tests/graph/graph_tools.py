@@ -92,7 +92,7 @@ def compiled(
     wrap: Mapping[str, Any] | None = None, **options: Any,
 ) -> Compiled:  # fmt: skip
     """Shard, wrap, compile and run one forward."""
-    torch._dynamo.reset()  # every model here shares one forward, and Dynamo keeps few compiles of it
+    torch._dynamo.reset()  # all models share one forward: few compiles are kept
     wrapper = DistributedDataParallel(shard(model, groups), groups, **(wrap or {}))
     options.setdefault("lowering", "eager")
     result = Compiled(wrapper, compile(wrapper, **options))

@@ -1,4 +1,4 @@
-"""shard: which weights, what stands in the way; values and gradients, padding, refusals on ranks."""
+"""shard: which weights, what stands in the way; on ranks: values, gradients, padding, refusals."""
 
 import copy
 from typing import Any
