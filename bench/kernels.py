@@ -1,50 +1,17 @@
 """The kernels suite: every reduction beside its peers. Cases are data; ``harness`` measures them.
 
-``ours`` calls the operator as a graph would; ``limit`` and
-``limit:kernel`` are device copies of the same bytes (for the
-GEMMs the plain bf16 ``mm``). Shapes of ``wgrad_gemm`` are tokens x in_features x out_features.
+``ours`` calls the operator as a graph would; ``limit`` and ``limit:kernel`` are device copies of
+the same bytes (for the GEMMs, in ``gemm``, the plain bf16 ``mm``).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from bench import gemm
 from bench.harness import Case, Thunk, limits
-from gtpgraph.kernels import gemm_table, ops, stats
-
-SCALE = 0.125
-GEMM_SHAPES = (
-    (8192, 4096, 14336),
-    (8192, 4096, 4096),
-    (4096, 768, 3072),
-    (512, 768, 3072),
-    (4096, 1024, 4096),
-    (2048, 2048, 8192),
-)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
-
-
-def beta(value: float) -> torch.Tensor:
-    return torch.full((1,), value, device="cuda")
-
-
-def gate(
-    name: str, run: Callable[[torch.Tensor], Any], start: torch.Tensor, value: torch.Tensor
-) -> None:
-    """``run(main)`` must give ``start + SCALE * value`` within twice torch's error + a rounding."""
-    main = start.clone()
-    run(main)
-    exact = start.double() + SCALE * value.double()
-    best = start + SCALE * value.float()
-    norm = exact.norm()
-    error, reference = ((t.double() - exact).norm() / norm for t in (main, best))
-    limit = 2 * float(reference) + torch.finfo(main.dtype).eps / 2
-    if not float(error) <= limit:  # NaN must not pass
-        raise AssertionError(f"{name}: error {float(error):.2e}, expected <= {limit:.2e}")
+from bench.inputs import SCALE, beta, gate, randn
+from gtpgraph.kernels import ops, stats
 
 
 def accumulate(numel: int = 1 << 27) -> Case:
@@ -233,75 +200,6 @@ def shard_reduce(ranks: int = 8, numel: int = 1 << 25) -> Case:
     return Case(name, (2 * ranks + 8) * numel, make, check, conditions=work)
 
 
-def gemm_impls(
-    flat: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, configs: bool
-) -> dict[str, Thunk]:
-    from gtpgraph.kernels import wgrad_gemm as kernel
-
-    main = flat.view(dy.shape[1], x.shape[1])
-    one, zero, dtype = beta(1.0), beta(0.0), torch.float32
-    dtype_out = torch.ops.aten.addmm.dtype_out
-    impls: dict[str, Thunk] = {
-        "ours": lambda: ops.wgrad_gemm(flat, dy, x, one, 0, 0, SCALE, False),
-        "ours:first-adds": lambda: ops.wgrad_gemm(flat, dy, x, one, 0, 0, SCALE, True),
-        "ours:first-stores": lambda: ops.wgrad_gemm(flat, dy, x, zero, 0, 0, SCALE, True),
-        "mm+add_": lambda: main.add_(torch.mm(dy.t(), x), alpha=SCALE),
-        "addmm": lambda: dtype_out(main, dy.t(), x, dtype, beta=1.0, alpha=SCALE, out=main),
-        "limit": lambda: torch.mm(dy.t(), x),
-    }
-    if configs:
-        for name, config in gemm_table.CONFIGS.items():
-            for first in (False, True):
-                problem = kernel.Problem(flat, dy, x, one, 0, 0, SCALE, first)
-                impls[f"triton-{name}{':first' if first else ''}"] = (
-                    lambda problem=problem, config=config: kernel.run_triton(problem, config)
-                )
-    return impls
-
-
-def wgrad_gemm(tokens: int, columns: int, rows: int, configs: bool) -> Case:
-    def make(seed: int) -> dict[str, Thunk]:
-        torch.manual_seed(seed)
-        dy = randn(tokens, rows, dtype=torch.bfloat16)
-        x = randn(tokens, columns, dtype=torch.bfloat16)
-        return gemm_impls(randn(rows * columns), dy, x, configs)
-
-    def check() -> None:
-        from gtpgraph.kernels import wgrad_gemm as kernel
-
-        dy = randn(tokens, rows, dtype=torch.bfloat16)
-        x = randn(tokens, columns, dtype=torch.bfloat16)
-        value = torch.mm(dy.double().t(), x.double()).flatten()
-        ways: dict[str, Callable[[torch.Tensor], Any]] = {
-            "ours": lambda m: ops.wgrad_gemm(m, dy, x, beta(1.0), 0, 0, SCALE, False),
-            "first": lambda m: ops.wgrad_gemm(m, dy, x, beta(1.0), 0, 0, SCALE, True),
-        }
-        for name, config in gemm_table.CONFIGS.items() if configs else ():
-            ways[name] = lambda m, config=config: kernel.run_triton(
-                kernel.Problem(m, dy, x, beta(1.0), 0, 0, SCALE, True), config
-            )
-        start = randn(rows * columns)
-        plain = start.clone().view(rows, columns)
-        torch.ops.aten.addmm.dtype_out(
-            plain, dy.t(), x, torch.float32, beta=1.0, alpha=SCALE, out=plain
-        )
-        exact = start.double() + SCALE * value
-        limit = 2 * float((plain.flatten().double() - exact).norm() / exact.norm()) + 2**-24
-        for name, run in ways.items():
-            main = start.clone()
-            run(main)
-            error = float((main.double() - exact).norm() / exact.norm())
-            if not error <= limit:
-                raise AssertionError(f"wgrad_gemm {name}: {error:.2e}, expected <= {limit:.2e}")
-
-    name = f"wgrad_gemm:{tokens}x{columns}x{rows}"
-    num_bytes = 2 * tokens * (rows + columns) + 8 * rows * columns
-    flops = 2.0 * tokens * rows * columns
-    return Case(
-        name, num_bytes, make, check, flops, conditions={"operands": "bf16", "main": "fp32"}
-    )
-
-
 def cases(configs: bool) -> list[Callable[[], Case]]:
     """Makers, so that a case's buffers exist only while it is measured."""
     memory: list[Callable[[], Case]] = [
@@ -314,6 +212,6 @@ def cases(configs: bool) -> list[Callable[[], Case]]:
         lambda: shard_reduce(64, 1 << 22),
     ]
     gemms: list[Callable[[], Case]] = [
-        lambda shape=shape: wgrad_gemm(*shape, configs=configs) for shape in GEMM_SHAPES
+        lambda shape=shape: gemm.wgrad_gemm(*shape, configs=configs) for shape in gemm.SHAPES
     ]
     return memory + gemms

@@ -131,7 +131,10 @@ def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="time eager and compiled steps, interleaved")
     _add_job_options(parser, lowering="inductor", fake=False)
     parser.add_argument(
-        "--modes", default="eager,compiled", metavar="LIST", help="default: eager,compiled"
+        "--modes",
+        default="eager,compiled",
+        metavar="LIST",
+        help="of eager, compiled, captured (CUDA graphs); default: eager,compiled",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="per mode; default: 20")
     parser.add_argument("--json", action="store_true", help="benchmark rows, one a line")

@@ -27,22 +27,36 @@ from gtpgraph.cli_launch import Job, is_first_rank, launch
 from gtpgraph.cli_progress import Bar
 from gtpgraph.config import JobConfig
 from gtpgraph.graph.assemble import versions
-from gtpgraph.report import table
+from gtpgraph.models import MODELS
+from gtpgraph.report import human_bytes, table
 from gtpgraph.testing import max_error
 
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "captured")
+IMPLS = {"eager": "eager", "compiled": "ours:compiled", "captured": "ours"}
+SUITES = ("steps", "memory", "compile")
+SETTLE = 2  # steps before gradients are compared: a capture replays from the third on
 WARM_UP = 3  # steps of each mode that are not counted
 GATE = {torch.float64: 1e-5, torch.float32: 1e-5}  # largest relative difference of a gradient
 COARSE_GATE = 5e-2  # for weights of fewer bits
 
 
 def run_bench(config: JobConfig, modes: str, steps: int, *, as_json: bool) -> int:
-    """Time a job's steps; status 1 (RuntimeError) when the modes' gradients disagree."""
+    """Time a job's steps.
+
+    Raises:
+        ValueError: an unknown mode, or one that the job's device does not have.
+        RuntimeError: the modes' gradients disagree.
+    """
     chosen = [m.strip() for m in modes.split(",") if m.strip()]
     if not chosen or set(chosen) - set(MODES) or steps < 1:
         raise ValueError(
             f"bench: expected --modes among {','.join(MODES)} and --steps of at least 1, got "
             f"--modes {modes!r} and --steps {steps}."
+        )
+    if "captured" in chosen and config.device != "cuda":
+        raise ValueError(
+            "bench: mode captured replays CUDA graphs: expected a CUDA device, got --device cpu. "
+            "Use --modes eager,compiled."
         )
     result = launch(config, bench_on_rank, tuple(dict.fromkeys(chosen)), steps)
     if not is_first_rank(config):
@@ -65,28 +79,41 @@ def bench_on_rank(job: Job, modes: tuple[str, ...], steps: int) -> dict[str, Any
     total = len(modes) * (1 + WARM_UP + steps)
     with Bar(title, total, shown=job.rank == 0) as bar:
         for mode in modes:
-            runs[mode] = job.model if mode == "eager" else job.compile()
+            runs[mode] = _runner(job, mode)
             first_us[mode] = _step(job, runs[mode], batch)
+            for _ in range(SETTLE):
+                _step(job, runs[mode], batch)
             grads[mode] = {name: job.model.full_grad(name) for name, _ in _weights(job)}
             bar.advance()
         difference = _gate(job, grads)
         samples: dict[str, list[float]] = {mode: [] for mode in modes}
+        peak: dict[str, int] = dict.fromkeys(modes, 0)
         for _ in range(WARM_UP + steps):
             for mode, run in runs.items():
                 samples[mode].append(_step(job, run, batch))
+                peak[mode] = max(peak[mode], _peak_bytes(job))
                 bar.advance()
     slowest = {m: [max(s) for s in zip(*job.collect(v), strict=True)] for m, v in samples.items()}
     return {
         "samples": {mode: values[WARM_UP:] for mode, values in slowest.items()},
         "first_us": {mode: max(job.collect(value)) for mode, value in first_us.items()},
+        "peak_bytes": {mode: max(job.collect(value)) for mode, value in peak.items()},
         "difference": difference,
         "shapes": [list(x.shape) for x in batch if isinstance(x, Tensor)],
     }
 
 
+def _runner(job: Job, mode: str) -> Callable[..., Any]:
+    if mode == "eager":
+        return job.model
+    return job.compile(replay="cuda" if mode == "captured" else None)
+
+
 def _step(job: Job, run: Callable[..., Any], batch: tuple[Any, ...]) -> float:
     """One step; its time in us."""
     _wait(job)
+    if job.config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     job.model.zero_grad_buffer()
     job.loss(run, batch).backward()
@@ -98,6 +125,11 @@ def _step(job: Job, run: Callable[..., Any], batch: tuple[Any, ...]) -> float:
 def _wait(job: Job) -> None:
     if job.config.device == "cuda":
         torch.cuda.synchronize()
+
+
+def _peak_bytes(job: Job) -> int:
+    """Device memory of the last step at its peak; 0 on the CPU, where torch does not count."""
+    return torch.cuda.max_memory_allocated() if job.config.device == "cuda" else 0
 
 
 def _weights(job: Job) -> list[tuple[str, nn.Parameter]]:
@@ -112,13 +144,13 @@ def _gate(job: Job, grads: dict[str, dict[str, Tensor]]) -> float | None:
     """
     if len(grads) < 2:
         return None
-    first, second = grads.values()
-    errors = {name: max_error(second[name], first[name]) for name in first}
+    first, *others = grads.values()
+    errors = {name: max(max_error(o[name], first[name]) for o in others) for name in first}
     worst = max(errors, key=lambda name: errors[name])
     bar = max(GATE.get(param.dtype, COARSE_GATE) for _, param in _weights(job))
     if not errors[worst] <= bar:
         raise RuntimeError(
-            f"bench: expected equal gradients in modes {' and '.join(grads)} (within {bar:g} "
+            f"bench: expected equal gradients in modes {', '.join(grads)} (within {bar:g} "
             f"relative), got {errors[worst]:.3g} for {worst}. Turn dropout off in the factory, and "
             "look at --lowering eager; times of wrong steps mean nothing."
         )
@@ -126,7 +158,6 @@ def _gate(job: Job, grads: dict[str, dict[str, Tensor]]) -> float | None:
 
 
 def _rows(config: JobConfig, result: dict[str, Any]) -> list[dict[str, Any]]:
-    shape = result["shapes"][0] if result["shapes"] else []
     common = {
         "conditions": {
             "world": {"dp": config.dp, "gtp": config.gtp},
@@ -142,17 +173,27 @@ def _rows(config: JobConfig, result: dict[str, Any]) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name() if config.device == "cuda" else _cpu_name(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    case = config.model_name + (f":{'x'.join(map(str, shape))}" if shape else "")
+    case = f"{config.model_name}:{_shape(config, result)}"
     rows = []
     for mode, samples in result["samples"].items():
-        impl = "ours" if mode == "compiled" else "eager"
-        rows.append(_row("steps", case, impl, samples, common))
-        rows.append(_row("compile", f"first_step:{case}", impl, [result["first_us"][mode]], common))
+        impl = IMPLS[mode]
+        first, peak = [result["first_us"][mode]], result["peak_bytes"][mode]
+        rows.append(_row("steps", case, impl, "time_us", samples, common))
+        rows.append(_row("compile", f"first_step:{case}", impl, "time_us", first, common))
+        if peak:
+            rows.append(_row("memory", case, impl, "bytes", [peak], common))
     return rows
 
 
+def _shape(config: JobConfig, result: dict[str, Any]) -> str:
+    """One rank's batch: batch x sequence of a built-in model, else the first tensor's shape."""
+    if config.model in MODELS:
+        return f"{MODELS[config.model].batch}x{MODELS[config.model].seq}"
+    return "x".join(map(str, result["shapes"][0])) if result["shapes"] else "-"
+
+
 def _row(
-    suite: str, case: str, impl: str, samples: Sequence[float], common: dict[str, Any]
+    suite: str, case: str, impl: str, metric: str, samples: Sequence[float], common: dict[str, Any]
 ) -> dict[str, Any]:
     ordered = sorted(samples)
     last = len(ordered) - 1
@@ -160,7 +201,7 @@ def _row(
         "suite": suite,
         "case": case,
         "impl": impl,
-        "metric": "time_us",
+        "metric": metric,
         "value": round(statistics.median(ordered), 3),
         "p20": round(ordered[round(0.2 * last)], 3),
         "p80": round(ordered[round(0.8 * last)], 3),
@@ -172,16 +213,20 @@ def _row(
 
 def _table(config: JobConfig, rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
     cells = [
-        (r["suite"], r["impl"], *(f"{r[key] / 1e3:,.2f}" for key in ("value", "p20", "p80")), r["n"])
-        for r in rows
+        (r["suite"], r["impl"], *(_shown(r, key) for key in ("value", "p20", "p80")), r["n"])
+        for r in sorted(rows, key=lambda r: SUITES.index(r["suite"]))
     ]
     head = f"{rows[0]['case']}: dp {config.dp} x gtp {config.gtp}, lowering {config.lowering}, "
-    head += f"{rows[0]['device']}"
-    lines = [head, table(("suite", "impl", "median ms", "p20", "p80", "n"), cells,
-                         right="median ms,p20,p80,n")]  # fmt: skip
+    headers = ("suite", "impl", "median", "p20", "p80", "n")
+    lines = [head + str(rows[0]["device"]), table(headers, cells, right="median,p20,p80,n")]
     if result["difference"] is not None:
         lines.append(f"largest relative gradient difference: {result['difference']:.2e}")
     return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any], key: str) -> str:
+    value = float(row[key])
+    return human_bytes(value) if row["metric"] == "bytes" else f"{value / 1e3:,.2f} ms"
 
 
 def _commit() -> str | None:

@@ -69,6 +69,8 @@ def _files(result: Compiled) -> dict[str, str]:
     lines = [f"compiled in {result.compile_s:.1f} s on Python {sys.version.split()[0]}"]
     for k, (before, after) in enumerate(result.graphs):
         counts = [text.count("\n    %") for text in (before, after)]
-        lines.append(f"backward_{k}: region {plan.regions[k].name}, {counts[0]} -> {counts[1]} nodes")
+        lines.append(
+            f"backward_{k}: region {plan.regions[k].name}, {counts[0]} -> {counts[1]} nodes"
+        )
     files["summary.txt"] = "\n".join(lines) + f"\n\n{plan}\n"
     return files

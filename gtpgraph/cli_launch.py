@@ -59,10 +59,12 @@ class Job:
             )
         return loss
 
-    def compile(self) -> gg.CompiledModel:
-        """The model compiled as the job's options say."""
+    def compile(self, *, replay: str | None = None) -> gg.CompiledModel:
+        """The model compiled as the job's options say; `replay` as in :func:`gtpgraph.compile`."""
         config = self.config
-        return gg.compile(self.model, lowering=config.lowering, ungraphed=config.ungraphed)
+        return gg.compile(
+            self.model, lowering=config.lowering, ungraphed=config.ungraphed, replay=replay
+        )
 
     def collect(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank; a collective over the model's ranks."""
@@ -130,9 +132,7 @@ def _in_process(config: JobConfig, fn: Callable[..., Any], args: tuple[Any, ...]
         dist.destroy_process_group()
 
 
-def _on_rank(
-    config: JobConfig, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _on_rank(config: JobConfig, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with contextlib.redirect_stdout(sys.stderr):
         try:
             return fn(open_job(config, rank), *args)

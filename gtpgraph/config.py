@@ -112,21 +112,20 @@ def _world(
     return ranks, f"--ranks {ranks}"
 
 
-def _sizes(
-    world: int | None, source: str, gtp: int | None, dp: int | None
-) -> tuple[int, int, int]:
+def _sizes(world: int | None, source: str, gtp: int | None, dp: int | None) -> tuple[int, int, int]:
     """(ranks, gtp, dp), with what is unset filled in."""
     if world is None:
         gtp, dp = gtp or 1, dp or 1
         return gtp * dp, gtp, dp
+    given = " x ".join(f"--{n} {s}" for n, s in (("gtp", gtp), ("dp", dp)) if s is not None)
     if gtp is None:
         gtp = world // dp if dp else world
     if dp is None:
         dp = world // gtp
     if gtp * dp != world:
         raise ValueError(
-            f"world size: expected gtp x dp = {world} ({source}), got --gtp {gtp} x --dp {dp} = "
-            f"{gtp * dp}. Choose sizes that multiply to {world}, or leave one of them out."
+            f"world size: expected gtp x dp = {world} ({source}), got {given}. Choose sizes that "
+            f"multiply to {world}; one that is left out follows from the other."
         )
     return world, gtp, dp
 

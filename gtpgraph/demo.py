@@ -68,7 +68,7 @@ def run_demo(*, lowering: str = "inductor", steps: int = 20) -> int:
     print(f"\n{HookPlan.from_json(outcome.plan)}\n")
     print(_losses(outcome))
     checks = _checks(outcome, BARS[lowering])
-    print("\n" + table(("check", "found", "expected", ""), [c[:3] + (_word(c[3]),) for c in checks]))
+    print("\n" + table(("check", "found", "expected", ""), [(*c[:3], _word(c[3])) for c in checks]))
     failed = [name for name, _, _, holds in checks if not holds]
     if failed:
         print(f"gtpgraph demo: {len(failed)} check(s) failed: {'; '.join(failed)}", file=sys.stderr)
@@ -110,9 +110,7 @@ def _compare_gradients(
     }
 
 
-def _gradients(
-    name: str, job: Job, run: Callable[..., Any], outcome: Outcome
-) -> dict[str, Tensor]:
+def _gradients(name: str, job: Job, run: Callable[..., Any], outcome: Outcome) -> dict[str, Tensor]:
     model = job.model
     model.zero_grad_buffer()
     job.loss(run, job.batch(0)).backward()

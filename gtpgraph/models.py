@@ -1,6 +1,6 @@
 """The models by name, and the way to a user's own.
 
-In: a built-in name, ``package.module:factory`` or ``file.py:factory``.
+In: a built-in name, ``hf:ClassName``, ``package.module:factory`` or ``file.py:factory``.
 Out: an nn.Module, ``make_batch(seed, rank, device)`` giving its forward arguments, and, where the
 forward returns something else than the scalar loss, ``loss_fn(output)``.
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gtpgraph import hf
 from gtpgraph.by_path import module_at
 from gtpgraph.data import ByteBatches
 from gtpgraph.gpt import GPT, GPTConfig
@@ -85,9 +86,10 @@ def load_factory(spec: str, **overrides: Any) -> Built:
     """Build what ``spec`` names.
 
     Args:
-        spec: a built-in name, ``package.module:factory`` or ``file.py:factory``; the factory takes
-            no required argument and returns (model, make_batch) or (model, make_batch, loss_fn).
-        overrides: `GPTConfig` fields, for built-in names alone.
+        spec: a built-in name, ``hf:ClassName`` (see `gtpgraph.hf`), ``package.module:factory`` or
+            ``file.py:factory``; the factory takes no required argument and returns
+            (model, make_batch) or (model, make_batch, loss_fn).
+        overrides: `GPTConfig` fields for built-in names, configuration fields for ``hf:``.
 
     Raises:
         ValueError: it cannot be found, imported or called as described; the factory's own
@@ -100,6 +102,8 @@ def load_factory(spec: str, **overrides: Any) -> Built:
                 "'file.py:factory'"
             )
         return Built(*build(spec, **overrides))
+    if spec.startswith("hf:"):
+        return Built(*hf.build(spec.removeprefix("hf:"), **overrides))
     if overrides:
         raise ValueError(
             f"model {spec!r}: {', '.join(overrides)} can be set on built-in models alone; set it "

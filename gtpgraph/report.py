@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from gtpgraph.graph.plan import BucketPlan, HookPlan, Occurrence, RegionPlan
 
 WIDTH = 120  # columns
-_WEIGHT_WIDTH = 38
-_SOURCE_WIDTH = 24
+_WEIGHT_WIDTH = 34
+_SOURCE_WIDTH = 22
+_COLUMNS = (
+    "#",
+    "site",
+    "weight",
+    "use",
+    "chain",
+    "gtp ranks",
+    "bucket",
+    "bytes",
+    "event",
+    "source",
+)
 _RANKS_SHOWN = 6  # of a list without a pattern
 
 
@@ -36,13 +48,11 @@ def plan_table(plan: HookPlan) -> str:
 
 def human_bytes(count: float) -> str:
     """A number of bytes with three digits or so: ``512 B``, ``32.0 KiB``, ``1.5 GiB``."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count /= 1024
-        if count < 1024:
-            break
-    return f"{count:.1f} {unit}"
+    units = iter(("KiB", "MiB", "GiB"))
+    unit = "B"
+    while count >= 1024 and (larger := next(units, None)) is not None:
+        count, unit = count / 1024, larger
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -67,15 +77,13 @@ def shorten(text: str, width: int, *, keep_end: bool = False) -> str:
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *, right: str = "") -> str:
     """A plain table; `right` names the headers (comma separated) that are aligned right."""
+    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    # As rows, for tabulate makes columns two wider than their headers.
+    cells.insert(1, ["-" * max(map(len, column)) for column in zip(*cells, strict=True)])
     aligned = set(right.split(","))
     align = ["right" if header in aligned else "left" for header in headers]
-    return tabulate(
-        [list(map(str, row)) for row in rows],
-        headers=list(headers),
-        tablefmt="simple",
-        disable_numparse=True,
-        colalign=align,
-    )
+    text = tabulate(cells, tablefmt="plain", disable_numparse=True, colalign=align)
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def world_text(world: Mapping[str, int]) -> str:
@@ -93,7 +101,9 @@ def _header(plan: HookPlan) -> str:
 
 
 def _region(region: RegionPlan, number: int, total: int) -> str:
-    calls = "calls a step not known yet" if region.calls is None else f"{region.calls} call(s) a step"
+    calls = (
+        "calls a step not known yet" if region.calls is None else f"{region.calls} call(s) a step"
+    )
     occurrences = region.occurrences
     title = (
         f"region {region.name} ({number + 1} of {total}, {calls}): {len(occurrences)} "
@@ -101,11 +111,8 @@ def _region(region: RegionPlan, number: int, total: int) -> str:
     )
     lines = [title]
     if occurrences:
-        headers = (
-            "#", "site", "weight", "use", "chain", "gtp ranks", "bucket", "bytes", "event", "source",
-        )  # fmt: skip
         rows = [_occurrence(k, o) for k, o in enumerate(occurrences)]
-        lines.append(table(headers, rows, right="#,site,use,bucket,bytes"))
+        lines.append(table(_COLUMNS, rows, right="#,site,use,bucket,bytes"))
     lines += _aliases(occurrences)
     if region.excluded:
         lines.append(f"excluded from region {region.name}")
@@ -146,7 +153,7 @@ def _buckets(buckets: Sequence[BucketPlan]) -> str:
             b.dtype,
             b.wire_dtype,
             len(b.weights),
-            _some(b.weights, 56),
+            _some(b.weights, 62),
         )
         for b in buckets
     ]

@@ -25,6 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 HANDLE_ATTRIBUTE = "_gtp_handle"
+GATHERED_ATTRIBUTE = "_gtp_gathered"  # on an eager result: the arguments that gathered it
 
 
 class GatherHandle(Protocol):
@@ -236,7 +237,10 @@ def gather(shard: Tensor, rows: int, group_name: str) -> Tensor:
     if not group_name and not torch.compiler.is_compiling() and not _compat_is_tracing(shard):
         alias: Any = _GatherAlias
         return cast(Tensor, alias.apply(shard, rows))
-    return cast(Tensor, torch.ops.gtpgraph.gather(shard, rows, group_name))
+    full = cast(Tensor, torch.ops.gtpgraph.gather(shard, rows, group_name))
+    if not is_tracing(shard):
+        setattr(full, GATHERED_ATTRIBUTE, (shard, rows, group_name))
+    return full
 
 
 def _register() -> Any:

@@ -14,6 +14,8 @@ Legend: a tile record is (segment, start, numel, total, offset, beta index); see
 # Triton's language has no types:
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -79,25 +81,22 @@ def many_kernel(
 
 
 def _launch(
-    op: str,
     flat: torch.Tensor,
     tensors: list[torch.Tensor],
-    segments: tuple[tables.Segment, ...],
+    table: tables.TileTable,
     beta: torch.Tensor,
     scale: float,
     store: bool,
 ) -> torch.Tensor:
     token = torch.empty(1, dtype=torch.uint8, device=flat.device)
-    table = tables.tile_table(op, segments, flat.device)
     if table.num_tiles == 0:
         return token.zero_()
     with on_device(flat):
         pointers = tables.pointer_table(tensors, flat.device)
-        dtype = tensors[0].dtype if tensors else flat.dtype
         many_kernel[(table.num_tiles,)](
             flat, table.records, pointers, beta, token, scale,
-            DTYPE=TRITON_DTYPES[dtype], STORE=store, TILE=tables.TILE, RECORD=tables.RECORD,
-            num_warps=NUM_WARPS,
+            DTYPE=TRITON_DTYPES[tensors[0].dtype], STORE=store, TILE=tables.TILE,
+            RECORD=tables.RECORD, num_warps=NUM_WARPS,
         )  # fmt: skip
     return token
 
@@ -112,25 +111,30 @@ def accumulate_many(
     first: list[bool],
 ) -> torch.Tensor:
     """Launch; arguments as ``ops.accumulate_many``, checked there. Returns the token."""
-    segments = tuple(
-        tables.Segment(offset, w.numel(), w.numel(), index, is_first)
-        for w, index, offset, is_first in zip(wgrads, indices, offsets, first, strict=True)
-    )
-    return _launch("accumulate_many", flat, wgrads, segments, beta, scale, store=False)
+    numels = tuple(w.numel() for w in wgrads)
+
+    def segments() -> Iterator[tables.Segment]:
+        for offset, numel, index, is_first in zip(offsets, numels, indices, first, strict=True):
+            yield tables.Segment(offset, numel, numel, index, is_first)
+
+    layout = (numels, tuple(offsets), tuple(indices), tuple(first))
+    table = tables.tile_table("accumulate_many", layout, flat.device, segments)
+    return _launch(flat, wgrads, table, beta, scale, store=False)
 
 
 def pack(
     flat: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int], scale: float
 ) -> torch.Tensor:
     """Launch; arguments as ``ops.pack``, checked there. Returns the token."""
-    ends = [*offsets[1:], flat.numel()] if offsets else []
-    segments = tuple(
-        tables.Segment(offset, t.numel(), end - offset)
-        for t, offset, end in zip(tensors, offsets, ends, strict=True)
-    )
-    if not offsets or offsets[0]:  # the gap before the first tensor: a tensor of no elements
-        gap = tables.Segment(0, 0, offsets[0] if offsets else flat.numel())
-        segments = (gap, *segments)
-        tensors = [tensors[0].new_empty(0) if tensors else flat[:0], *tensors]
+    numels = tuple(t.numel() for t in tensors)
+    starts = (*offsets, flat.numel())
+
+    def segments() -> Iterator[tables.Segment]:
+        yield tables.Segment(0, 0, starts[0])  # the gap before the first tensor
+        for numel, start, end in zip(numels, starts[:-1], starts[1:], strict=True):
+            yield tables.Segment(start, numel, end - start)
+
+    table = tables.tile_table("pack", (numels, starts), flat.device, segments)
+    nothing = tensors[0].new_empty(0) if tensors else flat[:0]  # what fills that gap
     beta = torch.empty(0, dtype=torch.float32, device=flat.device)
-    return _launch("pack", flat, tensors, segments, beta, scale, store=True)
+    return _launch(flat, [nothing, *tensors], table, beta, scale, store=True)

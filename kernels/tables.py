@@ -11,6 +11,7 @@ copies nothing, does no host work and allocates nothing.
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +45,13 @@ class TileTable:
     num_tiles: int
 
 
-_tiles: dict[tuple[torch.device, tuple[Segment, ...]], TileTable] = {}
+_tiles: dict[tuple[torch.device, Hashable], TileTable] = {}
 _pointers: OrderedDict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = OrderedDict()
 _arenas: dict[torch.device, list["_Arena"]] = {}  # never freed: captured graphs hold addresses
 _lock = threading.Lock()
 
 
-def tile_records(segments: tuple[Segment, ...]) -> list[list[int]]:
+def tile_records(segments: Iterable[Segment]) -> list[list[int]]:
     """The rows of a tile table, in the order of the segments (host only)."""
     rows = []
     for number, s in enumerate(segments):
@@ -64,13 +65,20 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def tile_table(op: str, segments: tuple[Segment, ...], device: torch.device) -> TileTable:
+def tile_table(
+    op: str, layout: Hashable, device: torch.device, segments: Callable[[], Iterable[Segment]]
+) -> TileTable:
     """The tile table of a plan, made at its first call.
+
+    Args:
+        op: who asks, for the error.
+        layout: what ``segments`` follows from; plain tuples, since it is hashed at every call.
+        segments: makes them, called at the first call only.
 
     Raises:
         RuntimeError: the first call is under CUDA graph capture (the upload would be replayed).
     """
-    key = (device, segments)
+    key = (device, (op, layout))
     table = _tiles.get(key)
     if table is None:
         if _capturing(device):
@@ -78,7 +86,7 @@ def tile_table(op: str, segments: tuple[Segment, ...], device: torch.device) -> 
                 f"gtpgraph::{op}: first call with these shapes and offsets is under CUDA graph "
                 "capture; expected its tile table to exist. Run the step once before capturing it"
             )
-        rows = tile_records(segments)
+        rows = tile_records(segments())
         records = torch.tensor(rows, dtype=torch.int64).view(-1, RECORD).to(device)
         table = _tiles[key] = TileTable(records, len(rows))
     return table

@@ -10,6 +10,8 @@ Legend: a tile record is (segment, start, numel, total, offset, beta index); see
 # Triton's language has no types:
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -63,11 +65,13 @@ def unpack(
 ) -> torch.Tensor:
     """Launch; arguments as ``ops.unpack``, checked there. Returns the token, uint8 [1]."""
     token = torch.empty(1, dtype=torch.uint8, device=flat.device)
-    segments = tuple(
-        tables.Segment(offset, t.numel(), t.numel())
-        for t, offset in zip(tensors, offsets, strict=True)
-    )
-    table = tables.tile_table("unpack", segments, flat.device)
+    numels = tuple(t.numel() for t in tensors)
+
+    def segments() -> Iterator[tables.Segment]:
+        for numel, offset in zip(numels, offsets, strict=True):
+            yield tables.Segment(offset, numel, numel)
+
+    table = tables.tile_table("unpack", (numels, tuple(offsets)), flat.device, segments)
     if table.num_tiles == 0:
         return token.zero_()
     with on_device(flat):

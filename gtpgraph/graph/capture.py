@@ -101,7 +101,9 @@ class CapturedStep:
             reports = self.wrapper.reports[before:]
             for reducing in {True, False} if self.options.dispatch == "in_graph" else {False}:
                 self._known[(reducing, *key[1:])] = _Step(reports)
-        return result
+        # A loss that the caller keeps would keep this run's autograd graph, whose accumulators
+        # remember this stream: a capture on another one could not use them (pytorch 137483).
+        return _result([r.detach() if isinstance(r, Tensor) else r for r in _as_list(result)])
 
     def _tell(self) -> None:
         if not self._told:
@@ -112,6 +114,13 @@ class CapturedStep:
             )
 
     def _capture(self, known: _Step, batch: tuple[Any, ...], reducing: bool) -> None:
+        needing = [i for i, a in enumerate(batch) if isinstance(a, Tensor) and a.requires_grad]
+        if needing:
+            raise NotImplementedError(
+                f"captured step: expected inputs without gradients, got requires_grad at positions "
+                f"{needing}: a replay would not deliver them. Detach them, or use "
+                "gtpgraph.compile(model, replay='cuda'), whose regions do."
+            )
         wrapper = self.wrapper
         by_fqn = {s.fqn: s for s in wrapper.states}
         last = Counter(by_fqn[r.weight].bucket.number for r in known.reports)
@@ -141,8 +150,7 @@ class CapturedStep:
             events = dict.fromkeys(events, self._driver.now())
         record.finished(events)
         wrapper.report_replay(record)
-        results = [o.detach() if isinstance(o, Tensor) else o for o in captured.outputs]
-        return results[0] if len(results) == 1 else tuple(results)
+        return _result([o.detach() if isinstance(o, Tensor) else o for o in captured.outputs])
 
     def close(self) -> None:
         """Free the graphs. Idempotent; the wrapper's close() calls it, before groups go."""
@@ -154,6 +162,10 @@ class CapturedStep:
 
 def _as_list(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _result(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def capture(

@@ -6,9 +6,9 @@ eager Python. The chain is a property of the weight, chosen by patterns over its
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 
 from gtpgraph.graph.plan import GRAPHED, UNGRAPHED, Occurrence
@@ -39,10 +39,13 @@ def check_patterns(ungraphed: Sequence[str], names: Sequence[str]) -> None:
 def _near(pattern: str, names: Sequence[str]) -> list[str]:
     """Up to three names that the pattern may have meant, by the words between dots and stars."""
     words = [w for w in re.split(r"[.*?]+", pattern) if w]
-    known = {part for name in names for part in name.split(".")}
-    meant = {m for w in words for m in difflib.get_close_matches(w, known, n=3, cutoff=0.6)}
-    score = {name: len(meant.intersection(name.split("."))) for name in names}
-    return sorted((n for n in names if score[n]), key=lambda n: -score[n])[:3]
+
+    def score(name: str) -> float:
+        parts = name.split(".")
+        ratios = (max(SequenceMatcher(None, w, p).ratio() for p in parts) for w in words)
+        return sum(r for r in ratios if r >= 0.6)
+
+    return sorted((n for n in names if score(n)), key=score, reverse=True)[:3]
 
 
 def group_occurrences(

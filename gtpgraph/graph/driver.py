@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Graph(Protocol):
@@ -60,13 +61,27 @@ class CudaDriver:
     def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
         """Capture `work` on a side stream that is joined before the capture ends."""
         graph = torch.cuda.CUDAGraph()
+        rng = torch.cuda.get_rng_state(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = work()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = work()
+        except BaseException:
+            self._renew_generator(rng)
+            raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph, result
+
+    def _renew_generator(self, rng: Tensor) -> None:
+        """After a failed capture the default generator still believes that it is captured, and
+        refuses every later random operation: give it a state of its own again."""
+        self._forked = False
+        index = self._device.index if self._device.index is not None else 0
+        fresh = torch.Generator(device=self._device)
+        fresh.set_state(rng)
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
 
     def mark(self) -> torch.cuda.Event:
         """An external event: another stream may wait for it as soon as a replay is launched."""

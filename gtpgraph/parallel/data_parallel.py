@@ -25,8 +25,9 @@ from gtpgraph.kernels.comm import HANDLE_ATTRIBUTE
 from gtpgraph.parallel.eager import EagerQueue, GradHandle
 from gtpgraph.parallel.process_groups import ProcessGroups
 from gtpgraph.parallel.ready import ReadyLedger, Report
+from gtpgraph.parallel.regather import regather_in_backward
 from gtpgraph.parallel.setup import WrapperOptions, build_states, resolve_groups
-from gtpgraph.parallel.status import Exchange
+from gtpgraph.parallel.status import Exchange, StepFault, side_key
 from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
 
 if TYPE_CHECKING:
@@ -48,13 +49,18 @@ class DistributedDataParallel(nn.Module):
         wire_dtype: dtype on the wire of both reductions; None for grad_dtype.
         reduce: "reduce_scatter" (a rank ends up with its slice of a bucket) or "all_reduce".
         overlap: start a bucket's reduction when its reports are in; False: at the end.
-        allow_unused: settle what no backward delivered with zeros instead of raising.
+        allow_unused: settle what no backward delivered with zeros instead of raising; ranks may
+            then differ in what they use. Buckets leave in the order of their numbers.
         loss: "mean" (gradients are means over dp x cp x gtp) or "per_token" (sums).
+        reshard_after_forward: in eager forwards, gather weights again in the backward rather than
+            keep them (compiled regions have an option of the same name).
         timeout_s: how long a rank waits for the status of the others, in seconds.
 
     Raises:
         ValueError: no trainable weight, a group missing, an option out of range; nothing changed.
     """
+
+    _gtp_is_wrapper = True  # names below it are those of the wrapped model
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class DistributedDataParallel(nn.Module):
         overlap: bool = True,
         allow_unused: bool = False,
         loss: str = "mean",
+        reshard_after_forward: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         options = WrapperOptions(bucket_mb, grad_dtype, wire_dtype, reduce, loss)
@@ -85,8 +92,12 @@ class DistributedDataParallel(nn.Module):
             lambda number: self.buckets[number].start_reduce(),
         )
         self.ledger.overlap = overlap
+        # Ranks may use different weights then; their reductions must still match one another.
+        self.ledger.ordered = allow_unused
         self.exchange = self._make_exchange(timeout_s)
         self.eager = EagerQueue(self)
+        sharded = any(s.spec is not None and s.spec.group_name for s in self.states)
+        self._reshard = reshard_after_forward and sharded
         self.reports: list[Report] = []
         self.bucket_reports: Counter[int] = Counter()  # of the last finished step
         self._bucket_of = {s.fqn: s.bucket.number for s in self.states}
@@ -95,6 +106,7 @@ class DistributedDataParallel(nn.Module):
         self.agreed_orders: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self._frames: dict[int | None, list[str]] = {}
         self._sync, self._closed, self._finished = True, False, False
+        self._stuck = ""  # the fault after which reductions of other ranks were never matched
         self._backwards: list[int] = []  # running ones, an outer before those inside it
         self._microbatch = -1
         self._declared = False
@@ -150,8 +162,11 @@ class DistributedDataParallel(nn.Module):
     # -- the module -----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's forward, unchanged."""
-        return self.module(*args, **kwargs)
+        """The wrapped model's forward; in eager mode gathered weights are not kept for backward."""
+        if torch.compiler.is_compiling() or not self._reshard:
+            return self.module(*args, **kwargs)
+        with regather_in_backward():
+            return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's state dict: its FQNs have no prefix."""
@@ -246,6 +261,7 @@ class DistributedDataParallel(nn.Module):
                 "Its main_grads are gone: wrap the model again."
             )
         if self._finished:
+            self.ledger.broken = True  # the forward that this backward belongs to is lost
             raise RuntimeError(
                 "DistributedDataParallel: expected zero_grad_buffer() before the next backward, "
                 "got a backward after finish_grad_sync(): main_grads hold reduced gradients."
@@ -312,8 +328,20 @@ class DistributedDataParallel(nn.Module):
     # -- steps ----------------------------------------------------------------------------------
 
     def zero_grad_buffer(self) -> None:
-        """Start a step: main_grads count as empty, and no memory is touched."""
+        """Start a step: main_grads count as empty, and no memory is touched.
+
+        Raises:
+            RuntimeError: the wrapper is closed, or a fault left reductions that never end.
+        """
         self._check_open("zero_grad_buffer")
+        if self._stuck:
+            raise RuntimeError(
+                "zero_grad_buffer: expected reductions that every rank has launched, got some that "
+                "others of the group never will, after this fault: "
+                f"{self._stuck}\nStart the job again from its last checkpoint."
+            )
+        # A step that was begun and never finished: forwards of it have no backward to come.
+        self.ledger.broken |= not self._finished and self._microbatch >= 0
         self.eager.discard()
         for bucket in self.buckets:
             bucket.empty()
@@ -349,12 +377,15 @@ class DistributedDataParallel(nn.Module):
 
         Afterwards `main_grad` is final in the slice that this rank owns, or everywhere with
         reduce="all_reduce". The ranks exchange their status through the store before anyone waits.
+        A second call in one step does nothing.
 
         Raises:
             RuntimeError: a weight reported too seldom, captured and eager counts disagree, or
                 another rank failed; the same text on every rank.
         """
         self._check_open("finish_grad_sync")
+        if self._finished:
+            return
         self.eager.drain()
         self.check_ranks(self.ledger.faults(allow_unused=self.allow_unused))
         for bucket in self.buckets:
@@ -371,11 +402,40 @@ class DistributedDataParallel(nn.Module):
         """Raise RuntimeError on all ranks of the model if any has a fault."""
         self.ledger.broken = True  # until this returns
         if self.exchange is not None:
-            self.exchange.step_status(faults)
+            try:
+                self.exchange.step_status(faults, self._left())
+            except StepFault as fault:
+                self._match_reductions(fault)
+                raise
+            except RuntimeError as error:  # a rank did not come: what it misses cannot be known
+                self._stuck = str(error) if self._left() else ""
+                raise
         elif faults:
             lines = "".join(f"\n  {line}" for line in faults)
             raise RuntimeError(f"the step's reports are not what is owed:{lines}")
         self.ledger.broken = False
+
+    def _left(self) -> dict[str, list[int]]:
+        """Reductions launched over groups in this step: by side, bucket numbers in order."""
+        left: dict[str, list[int]] = {}
+        for number in self.ledger.left:
+            side = self.buckets[number].side
+            if side.size > 1:
+                left.setdefault(side_key(side.ranks), []).append(number)
+        return left
+
+    def _match_reductions(self, fault: StepFault) -> None:
+        """After a fault that all ranks know of: launch what others launched, and wait for it, so
+        that no collective is left half begun (its result is discarded)."""
+        if fault.missing is None:
+            self._stuck = str(fault)
+            return
+        mine = {side_key(b.side.ranks) for b in self.buckets}
+        for side in sorted(mine & fault.missing.keys()):
+            for number in fault.missing[side]:
+                self.ledger.dispatch(number)
+        for bucket in self.buckets:
+            bucket.wait_reduce()
 
     def forget_ready_counts(self) -> None:
         """Learn eager ready counts anew in the next synchronised step."""
@@ -425,7 +485,7 @@ class DistributedDataParallel(nn.Module):
         self.eager.discard()
         for closer in self._closers:
             closer()
-        for bucket in self.buckets:
+        for bucket in () if self._stuck else self.buckets:
             bucket.wait_reduce()
         for handle, state in zip(self._hooks, self.states, strict=True):
             handle.remove()

@@ -134,7 +134,7 @@ class DistributedOptimizer:
             part.flat.copy_(whole[part.bucket.own])
 
     def _share(self, part: MasterSlice) -> None:
-        """Gather a bucket's masters, in the weights' dtype where they have one, into its weights."""
+        """Gather a bucket's masters into its weights, on the wire in their dtype if it is one."""
         bucket, states = part.bucket, self.model.states
         dtypes = {states[m.index].param.dtype for m in bucket.members}
         mine = part.flat.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)

@@ -44,6 +44,7 @@ class RegionCalls:
     backwards: int = 0
     synced: int = 0  # backwards that reported, that is outside no_sync()
     calls_a_step: int | None = None  # forwards of the last finished step
+    synced_a_step: int | None = None
 
     @property
     def outstanding(self) -> int:
@@ -88,12 +89,14 @@ class ReadyLedger:
         for index, weight in enumerate(self._weights):
             self._members[weight.bucket].append(index)
         self._on_bucket = on_bucket
-        self._learned: dict[frozenset[str], list[int]] = {}
+        self._learned: dict[frozenset[str], list[int | None]] = {}
         self._regions: dict[str, RegionCalls] = {}
         self._last_active: frozenset[str] = frozenset()
         self._satisfied: list[set[int]] = [set() for _ in range(num_buckets)]
         self.dispatched = [False] * num_buckets
+        self.left: list[int] = []  # buckets that were dispatched in this step, in order
         self.overlap = True
+        self.ordered = False  # a bucket leaves behind all lower ones: the same order on all ranks
         self.broken = False
 
     # -- what is owed ---------------------------------------------------------------------------
@@ -182,10 +185,11 @@ class ReadyLedger:
             RuntimeError: the weight has reported as often as it owes, or its bucket has left.
         """
         weight = self._weights[index]
-        expected, why = self._expected_eager(index), "learned from an earlier one"
-        if not self._learned_here() and weight.is_gtp:
+        learned = self._learned_eager(index)
+        expected, why = learned, "learned from an earlier one"
+        if learned is None and weight.is_gtp:
             expected, why = weight.gathers, "it was gathered as often"
-        surplus = (self._learned_here() or weight.is_gtp) and weight.eager >= (expected or 0)
+        surplus = expected is not None and weight.eager >= expected
         if sync and (self.dispatched[weight.bucket] or surplus):
             raise RuntimeError(
                 f"{weight.name}: expected {weight.reports if expected is None else expected} eager "
@@ -213,15 +217,26 @@ class ReadyLedger:
         else:
             weight.eager += 1
         if self.overlap and self._is_satisfied(index):
-            done = self._satisfied[weight.bucket]
-            done.add(index)
-            if len(done) == len(self._members[weight.bucket]):
+            self._satisfied[weight.bucket].add(index)
+            if self.ordered:
+                self._dispatch_in_order()
+            elif self._is_complete(weight.bucket):
                 self.dispatch(weight.bucket)
+
+    def _is_complete(self, bucket: int) -> bool:
+        return len(self._satisfied[bucket]) == len(self._members[bucket])
+
+    def _dispatch_in_order(self) -> None:
+        for bucket, gone in enumerate(self.dispatched):
+            if not gone and not self._is_complete(bucket):
+                return
+            self.dispatch(bucket)
 
     def dispatch(self, bucket: int) -> None:
         """Hand the bucket over, once."""
         if not self.dispatched[bucket]:
             self.dispatched[bucket] = True
+            self.left.append(bucket)
             self._on_bucket(bucket)
 
     def _is_satisfied(self, index: int) -> bool:
@@ -232,13 +247,15 @@ class ReadyLedger:
     def _active(self) -> frozenset[str]:
         return frozenset(r.name for r in self._regions.values() if r.forwards)
 
-    def _learned_here(self) -> bool:
-        return self._active() in self._learned
+    def _learned_eager(self, index: int) -> int | None:
+        """Eager reports of an earlier step with the same regions; None where nobody counted."""
+        learned = self._learned.get(self._active())
+        return None if learned is None else learned[index]
 
     def _expected_eager(self, index: int) -> int | None:
-        learned = self._learned.get(self._active())
+        learned = self._learned_eager(index)
         if learned is not None:
-            return learned[index]
+            return learned
         weight = self._weights[index]
         if any(r.whole_model and r.forwards for r in weight.regions):
             return 0
@@ -252,7 +269,7 @@ class ReadyLedger:
         for index, weight in enumerate(self._weights):
             if not weight.watched:
                 continue
-            expected = self._learned.get(self._active(), [None] * len(self._weights))[index]
+            expected = self._learned_eager(index)
             if not weight.reports and not weight.contributed and not allow_unused:
                 lines.append(
                     f"{weight.name}: expected at least one readiness report, got none: no backward "
@@ -284,7 +301,7 @@ class ReadyLedger:
         for index, weight in enumerate(self._weights):
             declared = sum(r.synced * r.uses.get(index, 0) for r in weight.regions)
             got = declared + weight.eager
-            if weight.is_gtp and declared and got != learned[index]:
+            if weight.is_gtp and declared and learned[index] not in (None, got):
                 lines.append(
                     f"{weight.name}: expected {learned[index]} report(s) as learned in an eager "
                     f"step, got {got} from the plan (uses) and eager code together."
@@ -293,19 +310,24 @@ class ReadyLedger:
 
     def close_step(self) -> None:
         """Learn the eager counts of a finished step (once for each set of regions)."""
-        self._learned.setdefault(self._active(), [w.eager for w in self._weights])
+        learned = self._learned.setdefault(self._active(), [None] * len(self._weights))
+        for index, weight in enumerate(self._weights):
+            if learned[index] is None and weight.watched:
+                learned[index] = weight.eager
         self._last_active = self._active() or self._last_active
         for region in self._regions.values():
             region.calls_a_step = region.forwards or region.calls_a_step
+            region.synced_a_step = region.synced or region.synced_a_step
             region.forwards = region.backwards = region.synced = 0
         for weight in self._weights:
             weight.owed = weight.gathers = 0
 
     def start_step(self) -> None:
         """No reports yet. Forward calls that already ran stay owed, unless a fault left them."""
+        for region in self._regions.values():
+            region.forwards = 0 if self.broken else region.outstanding
+            region.backwards = region.synced = 0
         if self.broken:
-            for region in self._regions.values():
-                region.forwards = region.backwards = region.synced = 0
             for weight in self._weights:
                 weight.owed = 0
         self.broken = False
@@ -315,6 +337,7 @@ class ReadyLedger:
         for done in self._satisfied:
             done.clear()
         self.dispatched = [False] * len(self.dispatched)
+        self.left = []
 
     def forget(self) -> None:
         """Learn the eager counts anew in the next synchronised step."""
@@ -325,11 +348,11 @@ class ReadyLedger:
         captured step called, before one all of them once, plus what was learned eagerly with them.
         """
         names = self._last_active or frozenset(self._regions)
-        eager = self._learned.get(names) or [0] * len(self._weights)
+        eager = self._learned.get(names) or [None] * len(self._weights)
         captured: Counter[int] = Counter()
         for region in (self._regions[name] for name in names):
-            captured.update({i: n * (region.calls_a_step or 1) for i, n in region.sites.items()})
-        return {w.name: captured[i] + eager[i] for i, w in enumerate(self._weights)}
+            captured.update({i: n * (region.synced_a_step or 1) for i, n in region.sites.items()})
+        return {w.name: captured[i] + (eager[i] or 0) for i, w in enumerate(self._weights)}
 
 
 def _some(names: Iterable[str], limit: int = 6) -> str:

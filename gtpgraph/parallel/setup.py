@@ -126,9 +126,9 @@ def _replicas(groups: ProcessGroups) -> int:
     return data * (groups.size("gtp") if groups.gtp is not UNSET else 1)
 
 
-def is_expert(param: nn.Parameter) -> bool:
-    """Whether a weight belongs to an expert that other ranks do not hold (`allreduce = False`)."""
-    return getattr(param, "allreduce", True) is False
+def is_expert(param: nn.Parameter, spec: ShardSpec | None) -> bool:
+    """Whether a weight belongs to an expert: its shard says so, or Megatron's `allreduce = False`."""
+    return getattr(param, "allreduce", True) is False or (spec is not None and spec.expert)
 
 
 def _bucket_keys(
@@ -148,20 +148,22 @@ def _bucket_keys(
     groups.require(*dict.fromkeys(("dp", *axes)), function=FUNCTION, option=reasons)
     sides = {axis: _side(groups, axis) for axis in dict.fromkeys(axes)}
     return [
-        BucketKey(sides[axis], is_expert(param), options.grad_dtype, param.device)
+        BucketKey(sides[axis], is_expert(param, specs.get(param)), options.grad_dtype, param.device)
         for (param, _), axis in zip(owned, axes, strict=True)
     ]
 
 
 def _axis(param: nn.Parameter, spec: ShardSpec | None, groups: ProcessGroups, gtp: int) -> str:
-    if is_expert(param):
-        if spec is None and gtp > 1:
+    if is_expert(param, spec):
+        spread = groups.ep is not UNSET and groups.size("ep") > 1
+        if spec is None and gtp > 1 and spread:
             raise NotImplementedError(
                 f"{FUNCTION}: an expert weight of shape {tuple(param.shape)} that is replicated "
                 "over gtp > 1 would reduce over expt_dp x gtp, for which there is no group. "
                 "Shard it, or use gtp = 1 with expert parallelism."
             )
-        return "expt_dp"
+        if spec is not None or gtp == 1:
+            return "expt_dp"
     if spec is None and gtp > 1:
         return "dp_cp_gtp"
     no_cp = groups.cp is UNSET or groups.size("cp") == 1

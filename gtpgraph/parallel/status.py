@@ -18,6 +18,39 @@ from gtpgraph import compat
 _counters: dict[tuple[int, ...], int] = {}
 
 
+Left = Mapping[str, Sequence[int]]  # by side (see `side_key`): buckets that left, in order
+
+
+def side_key(ranks: Sequence[int]) -> str:
+    """The ranks of a bucket's group as a key."""
+    return ".".join(map(str, ranks))
+
+
+class StepFault(RuntimeError):
+    """Some rank has a fault, and all of them know.
+
+    `missing` is what makes their collectives match again: by side, every bucket that left on any
+    rank, in order. None: two ranks launched reductions in different orders, which never match.
+    """
+
+    def __init__(self, text: str, missing: dict[str, list[int]] | None) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
+def longest_order(lefts: Sequence[Left]) -> dict[str, list[int]] | None:
+    """By side the longest of the ranks' orders; None unless every other one is its beginning."""
+    longest: dict[str, list[int]] = {}
+    for left in lefts:
+        for side, order in left.items():
+            known, new = longest.get(side, []), list(order)
+            short, long = sorted((known, new), key=len)
+            if long[: len(short)] != short:
+                return None
+            longest[side] = long
+    return longest
+
+
 class Exchange:
     """The store as the ranks of one model use it.
 
@@ -50,16 +83,22 @@ class Exchange:
     def _store(self) -> dist.Store:
         return self._own_store if self._own_store is not None else compat.default_store()
 
-    def step_status(self, faults: Sequence[str]) -> None:
+    def step_status(self, faults: Sequence[str], left: Left | None = None) -> None:
         """Tell the others how this rank's step went, and learn how theirs did.
 
+        Args:
+            faults: what is wrong here, a line each.
+            left: the reductions that this rank has launched in the step.
+
         Raises:
-            RuntimeError: any rank has a fault, or does not come in time; the same text everywhere.
+            StepFault: any rank has a fault; the same text everywhere.
+            RuntimeError: a rank does not come in time.
         """
         self._step += 1
         key = f"{self._prefix}/step/{self._step}"
         store, mine = self._store, f"{key}/{self.rank}"
-        store.set(mine, json.dumps(list(faults)))
+        posted = {"faults": list(faults), "left": {k: list(v) for k, v in (left or {}).items()}}
+        store.set(mine, json.dumps(posted))
         if faults:
             store.add(f"{key}/faults", 1)
         if store.add(f"{key}/arrived", 1) == len(self.ranks):
@@ -68,12 +107,15 @@ class Exchange:
             store.set(f"{key}/verdict", self._gather_faults(key) if faulty else "")
         verdict = self._await(f"{key}/verdict", lambda: self._absent(key))
         if verdict:
-            raise RuntimeError(verdict)
+            found = json.loads(verdict)
+            raise StepFault(found["text"], found["missing"])
 
     def _gather_faults(self, key: str) -> str:
         posted = {r: json.loads(self._store.get(f"{key}/{r}")) for r in self.ranks}
-        lines = [f"  rank {r}: {line}" for r, faults in posted.items() for line in faults]
-        return "the step's reports are not what is owed:\n" + "\n".join(lines)
+        lines = [f"  rank {r}: {line}" for r, p in posted.items() for line in p["faults"]]
+        text = "the step's reports are not what is owed:\n" + "\n".join(lines)
+        missing = longest_order([p["left"] for p in posted.values()])
+        return json.dumps({"text": text, "missing": missing})
 
     def _absent(self, key: str) -> list[int]:
         return [r for r in self.ranks if not self._store.check([f"{key}/{r}"])]

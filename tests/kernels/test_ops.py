@@ -180,6 +180,25 @@ def test_errors(place: torch.device, name: str, position: int, value: Any, match
         op(*values)
 
 
+@pytest.mark.parametrize("name", ["accumulate_many", "pack", "unpack"])
+def test_a_layout_that_passed_is_still_checked_for_its_tensors(
+    place: torch.device, name: str
+) -> None:
+    op, args = cases(place)[name]
+    op(*args)
+    position = 0 if name == "unpack" else 1
+    tensors = list(args[position])
+    strided = torch.stack([tensors[0], tensors[0]], -1)[..., 0]
+    for wrong, match in (
+        (tensors[0].double(), "expected bfloat16 or float16 or float32"),
+        (strided, "expected contiguous"),
+    ):
+        values = list(args)
+        values[position] = [wrong, *tensors[1:]]
+        with pytest.raises(ValueError, match=match):
+            op(*values)
+
+
 def test_stats_feed_clipping_without_another_pass(place: torch.device) -> None:
     recv = torch.randn(2, 5000, device=place)
     flat, beta = torch.empty(5000, device=place), torch.zeros(1, device=place)

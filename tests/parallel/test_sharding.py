@@ -283,6 +283,22 @@ def _check_experts(rank: int, world: int) -> None:
         torch.testing.assert_close(param.grad, want, rtol=1e-12, atol=1e-14)
 
 
+class Wrapper(nn.Module):
+    """As a data-parallel wrapper: its model is `.module`."""
+
+    _gtp_is_wrapper = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_wrapper_is_seen_through_and_cannot_be_sharded() -> None:
+    assert names(torch.compile(Wrapper(shard(Net())))) == names(shard(Net()))
+    with pytest.raises(ValueError, match="wrapped for data parallelism; shard it first"):
+        shard(Wrapper(Net()))
+
+
 @pytest.mark.slow
 def test_inductor_compiles_a_sharded_model_in_one_piece() -> None:
     whole = Net()
