@@ -32,15 +32,31 @@ SMALL = Config(64, 128, 64, warps=4, stages=3, per_sm=3, split=True, flatten=Fal
 IEEE = Config(32, 32, 32, warps=4, stages=2, per_sm=2)  # fp32 operands
 CONFIGS = {"large": LARGE, "paired": PAIRED, "small": SMALL}
 
-CONDITIONS = "one H200, torch 2.11.0+cu130, triton 3.6.0, bf16 operands, fp32 main, us"
-# (tokens, in, out): addmm, first-adds and first-stores by prepare + addmm, LARGE, SMALL
-MEASURED: dict[tuple[int, int, int], tuple[float, float, float, float, float]] = {
-    (8192, 4096, 14336): (1303.5, 1349.8, 1393.0, 1370.8, 2466.0),
-    (8192, 4096, 4096): (382.0, 389.9, 404.7, 393.6, 561.6),
-    (4096, 1024, 4096): (50.3, 52.9, 57.1, 52.3, 71.8),
-    (2048, 2048, 8192): (119.4, 122.8, 138.6, 119.4, 150.1),
-    (4096, 768, 3072): (33.0, 34.9, 35.9, 47.9, 42.0),
-    (512, 768, 3072): (11.9, 14.1, 13.2, 14.8, 12.7),
+
+@dataclass(frozen=True)
+class Times:
+    """us a call, medians: one H200, torch 2.11.0+cu130, triton 3.6.0, bf16 operands, fp32 main.
+
+    ``addmm`` a later contribution; the others a first one, adding (b = 1) or storing (b = 0), by
+    prepare + addmm, by LARGE, by SMALL; ``taken_stores`` by what :func:`choose` takes.
+    """
+
+    addmm: float
+    addmm_adds: float
+    addmm_stores: float
+    large_adds: float
+    small_adds: float
+    taken_stores: float
+
+
+# by (tokens, in_features, out_features)
+MEASURED: dict[tuple[int, int, int], Times] = {
+    (8192, 4096, 14336): Times(1432.4, 1434.3, 1489.8, 1481.9, 2185.0, 1444.9),
+    (8192, 4096, 4096): Times(411.1, 412.5, 427.3, 419.9, 559.2, 408.1),
+    (4096, 1024, 4096): Times(54.0, 54.9, 59.3, 54.8, 73.1, 51.8),
+    (2048, 2048, 8192): Times(123.0, 124.4, 140.8, 121.9, 149.6, 107.4),
+    (4096, 768, 3072): Times(33.3, 34.4, 35.8, 47.6, 40.8, 35.7),
+    (512, 768, 3072): Times(12.3, 13.5, 13.1, 14.8, 12.9, 10.1),
 }
 FULL_WAVES = 0.9  # share of the chip that LARGE must keep busy: 0.97 wins or ties, 0.55 loses
 FEW_TOKENS = 1024  # up to here main's traffic outweighs the product, and one launch beats two

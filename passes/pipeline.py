@@ -4,7 +4,8 @@ In: a partitioned backward (or forward) graph and what is known of its weights. 
 graph and the sites in order of execution. The regather pass runs earlier, on the joint graph::
 
     joint:     find uses, regather
-    backward:  find sites -> chains -> grad_ready -> lower collectives -> late waits -> tokens
+    backward:  find sites -> chains -> coalesce (an option) -> grad_ready -> lower collectives
+               -> late waits -> tokens
     forward:   lower collectives
 """
 
@@ -20,6 +21,7 @@ from torch import fx
 
 from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import GraphWeight, Use, find_sites
+from gtpgraph.passes.coalesce import coalesce_pass
 from gtpgraph.passes.edit import PassResult
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place, grad_ready_pass
 from gtpgraph.passes.late_waits import late_waits_pass
@@ -36,7 +38,8 @@ class BackwardRequest:
 
     `weights` maps input positions of the traced graph to trainable weights; `uses`, `places` and
     `chains` are keyed by a weight's index in its wrapper, `buckets` by bucket number; `depth` is
-    the number of reductions in flight before the oldest is waited for.
+    the number of reductions in flight before the oldest is waited for; `coalesce` sums a weight's
+    contributions before one reduction.
     """
 
     weights: Mapping[int, GraphWeight]
@@ -47,14 +50,20 @@ class BackwardRequest:
     wire_dtype: torch.dtype | None
     depth: int
     fake_mode: Any
+    coalesce: bool = False
 
 
 def rewrite_backward(gm: fx.GraphModule, request: BackwardRequest) -> tuple[Inserted, Snapshot]:
     """Run the backward passes on `gm`, in place; also returns what V08 compares against."""
-    before = Snapshot.of(gm.graph)
     sites = find_sites(gm.graph, request.weights, request.uses)
     graphed = [s for s in sites if request.chains[s.weight.index] == GRAPHED]
     ungraphed = [s for s in sites if request.chains[s.weight.index] != GRAPHED]
+    if request.coalesce:
+        result, graphed = coalesce_pass(
+            gm, sites=graphed, wire_dtype=request.wire_dtype, fake_mode=request.fake_mode
+        )
+        _log("coalesce", result)
+    before = Snapshot.of(gm.graph)
     result, inserted = grad_ready_pass(
         gm,
         graphed=graphed,

@@ -280,7 +280,7 @@ class TestLibrary:
         wrapped.close()
         with pytest.raises(RuntimeError, match=r"got a backward after close\(\).*wrap the model"):
             loss.backward()
-        assert untouched(model) and all(p.grad is None for p in model.parameters())
+        assert untouched(model)
         again = gg.DistributedDataParallel(model)
         again(torch.randn(4, 6)).sum().backward()
         again.finish_grad_sync()

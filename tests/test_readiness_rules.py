@@ -1,4 +1,4 @@
-"""Rules of readiness, one small model each: hooks, counts that disagree, shared weights, no_sync."""
+"""Rules of readiness, one small model each: hooks, counts that disagree, sharing, no_sync."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from gtpgraph.graph.capture import cuda_driver
 from gtpgraph.graph.chains import check_patterns
 from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.lower import LOWERINGS
+from gtpgraph.graph.pinning import pin_weights
 from gtpgraph.graph.plan import HookPlan
 from gtpgraph.graph.region import Region
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
@@ -40,7 +41,7 @@ def gtpgraph(
         gm: a graph captured by Dynamo.
         example_inputs: its inputs.
         options: fields of `CompileOptions`: lowering, ungraphed, reshard_after_forward,
-            reduces_in_flight.
+            reduces_in_flight, coalesce, and those of replay.
         owner: whom the region belongs to, for callers that compile one wrapper several times.
         driver: the graph runtime for replay; None for CUDA.
 
@@ -51,6 +52,7 @@ def gtpgraph(
     states = weights_of(gm)
     if not states:
         return _plain(gm, example_inputs, chosen)
+    pin_weights(gm, states)
     builder = RegionBuilder(states, chosen, owner, driver or _driver(states, chosen))
     return LOWERINGS[chosen.lowering](gm, example_inputs, builder)
 
@@ -92,6 +94,7 @@ def compile(
     ungraphed: Sequence[str] = (),
     reshard_after_forward: bool = True,
     reduces_in_flight: int = 1,
+    coalesce: bool = False,
     replay: str | None = None,
     dispatch: str = "event",
     max_captures: int = 8,
@@ -108,6 +111,8 @@ def compile(
         ungraphed: fnmatch patterns over FQNs of weights that eager Python finalises.
         reshard_after_forward: gather weights again in the backward rather than keep them.
         reduces_in_flight: GTP reductions in flight before the oldest is waited for.
+        coalesce: sum a weight's contributions in a region before one reduction and one report:
+            fewer collectives for more memory.
         replay: "cuda" captures each region's forward and backward as CUDA graphs in their second
             call and replays them from then on; None runs them.
         dispatch: of a replay: "event" starts a bucket's reduction when its last accumulate has run,
@@ -127,6 +132,7 @@ def compile(
         "ungraphed": ungraphed,
         "reshard_after_forward": reshard_after_forward,
         "reduces_in_flight": reduces_in_flight,
+        "coalesce": coalesce,
         "replay": replay,
         "dispatch": dispatch,
         "max_captures": max_captures,

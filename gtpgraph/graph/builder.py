@@ -54,6 +54,7 @@ class CompileOptions:
     dispatch: str = "event"
     max_captures: int = 8
     max_in_flight: int = 4
+    coalesce: bool = False
 
     @property
     def replay_options(self) -> ReplayOptions:
@@ -171,6 +172,7 @@ class RegionBuilder:
         request = BackwardRequest(
             self._weights, self._uses, self._places(), self._chains(), buckets,
             self.wrapper.options.gtp_wire_dtype, self.options.reduces_in_flight, fake_mode,
+            self.options.coalesce,
         )  # fmt: skip
         inserted, snapshot = rewrite_backward(gm, request)
         self.region = self._make_region(gm, inserted, snapshot)
@@ -217,7 +219,11 @@ class RegionBuilder:
         )  # fmt: skip
         if self.driver is not None:
             region.replay = RegionReplay(
-                region, self.driver, self.options.replay_options, self._num_saved
+                region,
+                self.driver,
+                self.options.replay_options,
+                self._num_saved,
+                wrapper.captured_shapes,
             )
             wrapper.add_closer(region.replay.close)
         wrapper.add_region(region)
@@ -240,6 +246,9 @@ class RegionBuilder:
             )
             for position, s in self._states.items()
         ]  # fmt: skip
-        checked = Checked(gm.graph, expected, occurrences, len(inserted.extra), snapshot)
+        checked = Checked(
+            gm.graph, expected, occurrences, len(inserted.extra), snapshot,
+            coalesced=self.options.coalesce,
+        )  # fmt: skip
         assert all(o.chain == GRAPHED for o in occurrences) or self.options.ungraphed
         verify(checked, name)

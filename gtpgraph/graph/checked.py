@@ -13,6 +13,7 @@ from gtpgraph.passes.grad_ready import Place
 from gtpgraph.passes.lower_collectives import REDUCE_SCATTER, WAIT, is_launch
 from gtpgraph.passes.snapshot import Snapshot
 
+_ADD = torch.ops.aten.add.Tensor
 _LOOK_THROUGH = {
     torch.ops.prims.convert_element_type.default,
     torch.ops.aten._to_copy.default,
@@ -71,6 +72,20 @@ def wgrad_behind(node: object, names: Sequence[str]) -> str:
     while isinstance(node, fx.Node) and node.name not in names and node.args:
         node = node.args[0]
     return str(node)
+
+
+def summed_wgrads(node: object, names: Sequence[str]) -> list[str]:
+    """Names of the wgrads that a coalesced contribution was summed from, duplicates kept."""
+    found, stack = [], [node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, fx.Node) and node.name not in names and node.target is _ADD:
+            stack.extend(node.args)
+        elif isinstance(node, fx.Node) and node.name not in names and node.args:
+            stack.append(node.args[0])
+        else:
+            found.append(str(node))
+    return found
 
 
 def group_of(node: object) -> str:

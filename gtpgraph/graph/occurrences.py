@@ -72,4 +72,5 @@ def _occurrence(
         event=event,
         node=node,
         source=site.source,
+        extra={"coalesced": site.summed} if site.summed > 1 else {},
     )

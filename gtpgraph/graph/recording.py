@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gtpgraph.graph.driver import Driver
 from gtpgraph.parallel.buckets import Bucket, Member
-from gtpgraph.parallel.ready import RegionCalls, Report
+from gtpgraph.parallel.ready import RegionCalls, ReplayCounts, Report
 from gtpgraph.parallel.weights import WeightState
 
 if TYPE_CHECKING:
@@ -131,12 +132,24 @@ class Recording:
         buckets = self.wrapper.buckets
         for number, slots in self._seen.items():
             bucket = buckets[number]
-            for slot in slots:
+            if len(slots) == len(bucket.filled):
+                bucket.filled = [True] * len(slots)
+            for slot in slots if len(slots) < len(bucket.filled) else ():
                 bucket.filled[slot] = True
             if number in self.reduced:
                 bucket.reduced_in_graph = True
             else:
                 bucket.fence.wrote_at(events[number])
+
+    @cached_property
+    def counts(self) -> ReplayCounts:
+        """The recorded occurrences by weight and bucket, duplicates counted; after the capture."""
+        eager = Counter(o.state.index for o in self.occurrences if not o.declared)
+        declared = Counter(o.state.index for o in self.occurrences if o.declared)
+        indices = dict.fromkeys(o.state.index for o in self.occurrences)
+        last = {o.state.bucket.number: k for k, o in enumerate(self.occurrences)}
+        weights = tuple((i, eager[i], declared[i]) for i in indices)
+        return ReplayCounts(weights, tuple(sorted(last, key=last.__getitem__)))
 
     def reports(self, microbatch: int) -> list[Report]:
         """The replay's reports, in order; made once per microbatch number and shared."""

@@ -102,17 +102,22 @@ class Instance:
 
 @dataclass(eq=False)
 class RegionReplay:
-    """Instances of one region, by input shapes."""
+    """Instances of one region, by input shapes; `shapes` counts them over its recompilations."""
 
     region: Region
     driver: Driver
     options: ReplayOptions
     num_saved: int
+    shapes: Counter[str] = field(default_factory=Counter)
     warm: set[ShapeKey] = field(default_factory=set)
     backward_is_warm: bool = False
     instances: dict[ShapeKey, list[Instance]] = field(default_factory=dict)
     _by_pointer: dict[int, Instance] = field(default_factory=dict)
     _told: bool = False
+
+    @property
+    def family(self) -> str:
+        return self.region.name.split(".")[0]
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -136,9 +141,10 @@ class RegionReplay:
     def _free_instance(self, key: ShapeKey) -> Instance | None:
         known = self.instances.get(key)
         if known is None:
-            if len(self.instances) >= self.options.max_captures:
-                self._tell(f"{len(self.instances)} input shapes are captured (max_captures)")
+            if self.shapes[self.family] >= self.options.max_captures:
+                self._tell(f"{self.shapes[self.family]} input shapes are captured (max_captures)")
                 return None
+            self.shapes[self.family] += 1
             known = self.instances[key] = []
         free = next((i for i in known if not i.in_flight), None)
         if free is None and len(known) >= self.options.max_in_flight:
@@ -304,11 +310,14 @@ def capture_call(
     try:
         graph, outputs = driver.capture(work)
     except Exception as error:
+        first: BaseException = error  # ending a capture that failed raises a second time
+        while first.__context__ is not None:
+            first = first.__context__
         raise RuntimeError(
-            f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__} at "
-            f"{where_of(error)}: {error}. Host synchronisation (.item(), printing, boolean masks) and allocation on "
-            "other streams cannot be captured: leave the module that does it out of the region "
-            "(torch.compiler.disable), or compile without replay='cuda'."
+            f"{what}: expected work that a CUDA graph can hold, got {type(first).__name__} at "
+            f"{where_of(first)}: {first}. Host synchronisation (.item(), printing, boolean masks) "
+            "and allocation on other streams cannot be captured: leave the module that does it out "
+            "of the region (torch.compiler.disable), or compile without replay='cuda'."
         ) from error
     pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
     return Captured(graph, inputs, outputs, dynamic, pointers)

@@ -60,7 +60,8 @@ class WgradSite:
     """Where one contribution becomes available in a backward graph.
 
     `contribution` is the node of the reduced wgrad (an ordinary weight: of its gradient); `outputs`
-    are the positions among the graph's outputs through which autograd would get it.
+    are the positions among the graph's outputs through which autograd would get it; `summed` is how
+    many contributions were added up before the reduction (coalesced).
     """
 
     weight: GraphWeight
@@ -69,6 +70,7 @@ class WgradSite:
     uses: int
     source: str
     outputs: tuple[int, ...]
+    summed: int = 1
 
 
 def is_gather(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from gtpgraph.graph.checked import (
     group_of,
     is_main_grad,
     last_read,
+    summed_wgrads,
     wgrad_behind,
     written_by,
 )
@@ -53,8 +54,9 @@ def _accumulated_once(
     expected = min(weight.contributions, 1) if coalesced else weight.contributions
     if len(accumulates) != expected:
         yield f"{weight.fqn}: expected {expected} accumulate(s), got {len(accumulates)}"
-    elif not coalesced:
-        got = [wgrad_behind(n.args[1], weight.wgrads) for n in accumulates]
+    else:
+        behind = summed_wgrads if coalesced else _one_wgrad
+        got = [name for n in accumulates for name in behind(n.args[1], weight.wgrads)]
         if sorted(got) != sorted(weight.wgrads):
             yield f"{weight.fqn}: expected the wgrads {sorted(weight.wgrads)}, got {sorted(got)}"
     for k, node in enumerate(accumulates):
@@ -63,6 +65,10 @@ def _accumulated_once(
                 f"{node}: expected first={k == 0} at contribution {k} of {weight.fqn}: a first "
                 "one stores, a later one must add"
             )
+
+
+def _one_wgrad(node: object, names: Sequence[str]) -> list[str]:
+    return [wgrad_behind(node, names)]
 
 
 def _v02(g: Checked) -> Iterator[str]:

@@ -13,6 +13,7 @@ Padding is zero when it is made and never written, so it stays zero in every col
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from gtpgraph import compat
 from gtpgraph.kernels.ops import accumulate
 from gtpgraph.parallel.reduction import Reduction, choose_reduction
 from gtpgraph.parallel.streams import Fence
+from gtpgraph.parallel.user_buffers import UserBuffers
 
 ALIGN = 64  # elements: 256 bytes of fp32, the widest vector access and NCCL's alignment
 
@@ -171,11 +173,12 @@ def build_buckets(
     bucket_bytes: int,
     wire_dtype: torch.dtype | None,
     reduce: str,
+    buffers: UserBuffers | None = None,
 ) -> list[Bucket]:
     """Cut the weights, last one first, into buckets of about `bucket_bytes` each.
 
     A weight's index is its position in `weights`. A weight larger than `bucket_bytes` has a bucket
-    to itself. Allocates one zeroed flat buffer per bucket.
+    to itself. Allocates one zeroed flat buffer per bucket, from its group's pool in `buffers`.
     """
     open_runs: dict[BucketKey, list[int]] = {}
     runs: list[tuple[BucketKey, list[int]]] = []
@@ -192,7 +195,7 @@ def build_buckets(
             runs.append((key, run))
         run.append(index)
     return [
-        _build(number, key, run, weights, wire_dtype or key.grad_dtype, reduce)
+        _build(number, key, run, weights, wire_dtype or key.grad_dtype, reduce, buffers)
         for number, (key, run) in enumerate(runs)
     ]
 
@@ -204,6 +207,7 @@ def _build(
     weights: Sequence[tuple[nn.Parameter, BucketKey]],
     wire_dtype: torch.dtype,
     reduce: str,
+    buffers: UserBuffers | None,
 ) -> Bucket:
     members, offset = [], 0
     for slot, index in enumerate(run):
@@ -212,7 +216,10 @@ def _build(
         offset += _aligned(param.numel())
     step = ALIGN * key.side.size
     numel = -(-offset // step) * step
-    flat = torch.zeros(numel, dtype=key.grad_dtype, device=key.device)
+    side = key.side
+    place = buffers.allocating(side.axis, side.group, key.device) if buffers else nullcontext()
+    with place:
+        flat = torch.zeros(numel, dtype=key.grad_dtype, device=key.device)
     return Bucket(number, key.side, flat, tuple(members), wire_dtype, reduce, key.is_expert)
 
 

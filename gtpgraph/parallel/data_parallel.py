@@ -28,6 +28,7 @@ from gtpgraph.parallel.ready import ReadyLedger, Report
 from gtpgraph.parallel.regather import regather_in_backward
 from gtpgraph.parallel.setup import WrapperOptions, build_states, resolve_groups
 from gtpgraph.parallel.status import Exchange, StepFault, side_key
+from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class DistributedDataParallel(nn.Module):
         loss: "mean" (gradients are means over dp x cp x gtp) or "per_token" (sums).
         reshard_after_forward: in eager forwards, gather weights again in the backward rather than
             keep them (compiled regions have an option of the same name).
+        nccl_ub: buckets in memory that NCCL allocates and registers; False, True (registered here,
+            with a barrier before and after on each bucket's own group) or "manual".
         timeout_s: how long a rank waits for the status of the others, in seconds.
 
     Raises:
@@ -75,9 +78,10 @@ class DistributedDataParallel(nn.Module):
         allow_unused: bool = False,
         loss: str = "mean",
         reshard_after_forward: bool = True,
+        nccl_ub: bool | str = False,
         timeout_s: float = 60.0,
     ) -> None:
-        options = WrapperOptions(bucket_mb, grad_dtype, wire_dtype, reduce, loss)
+        options = WrapperOptions(bucket_mb, grad_dtype, wire_dtype, reduce, loss, nccl_ub)
         options.check()
         resolved = resolve_groups(groups)
         super().__init__()
@@ -85,7 +89,10 @@ class DistributedDataParallel(nn.Module):
         self.groups = resolved
         self.options = options
         self.allow_unused = allow_unused
-        self.states, self.buckets = build_states(module, resolved, options, weakref.ref(self))
+        self.user_buffers = UserBuffers() if nccl_ub else None
+        self.states, self.buckets = build_states(
+            module, resolved, options, weakref.ref(self), self.user_buffers
+        )
         self.ledger = ReadyLedger(
             [(s.fqn, s.bucket.number, s.spec is not None) for s in self.states],
             len(self.buckets),
@@ -110,10 +117,14 @@ class DistributedDataParallel(nn.Module):
         self._backwards: list[int] = []  # running ones, an outer before those inside it
         self._microbatch = -1
         self._declared = False
+        self._foreign_hooks: set[int] = set()  # weights whose reports go elsewhere
         self.recording: Recording | None = None
         self._driver: Driver | None = None
+        self.captured_shapes: Counter[str] = Counter()  # by region
         self._closers: list[Callable[[], None]] = []
         self._hooks = [self._attach(state) for state in self.states]
+        if nccl_ub is True:
+            self.manual_buffer_registration()
 
     def _make_exchange(self, timeout_s: float) -> Exchange | None:
         group = self.groups.model
@@ -193,6 +204,8 @@ class DistributedDataParallel(nn.Module):
         """
         state = self._state_of(weight)
         state.ready_hook = hook
+        foreign = {state.index} if hook != self._mark_ready else set()
+        self._foreign_hooks = self._foreign_hooks - {state.index} | foreign
         self.ledger.watch(state.index, hook == self._mark_ready)
 
     def _mark_ready(self, weight: nn.Parameter, report: Report) -> None:
@@ -291,15 +304,18 @@ class DistributedDataParallel(nn.Module):
         """
         self._check_contributing()
         self._microbatch += 1
-        indices = [o.state.index for o in record.occurrences]
-        declared = [o.state.index for o in record.occurrences if o.declared]
-        self.ledger.enter_replay(indices, declared, record.calls, sync=self._sync)
+        self.ledger.enter_replay(record.counts, record.calls, sync=self._sync)
 
     def report_replay(self, record: Recording) -> None:
         """A captured graph was launched: make its reports, in the order recorded."""
         if not self._sync:
             for occurrence in record.occurrences:
                 self.ledger.settle(occurrence.state.index, declared=occurrence.declared)
+            return
+        if not self._foreign_hooks:
+            self.reports.extend(record.reports(self._microbatch))
+            self.ledger.report_replay(record.counts)
+            self._check_reduced(record)
             return
         for occurrence, report in zip(
             record.occurrences, record.reports(self._microbatch), strict=True
@@ -310,6 +326,9 @@ class DistributedDataParallel(nn.Module):
                 self.reports.append(report)
                 self._declared = occurrence.declared
                 state.ready_hook(state.param, report)
+        self._check_reduced(record)
+
+    def _check_reduced(self, record: Recording) -> None:
         early = [b for b in record.reduced if not self.ledger.dispatched[b]]
         if early:
             self.ledger.broken = True
@@ -468,6 +487,25 @@ class DistributedDataParallel(nn.Module):
         full: Tensor = torch.ops.gtpgraph.gather(local, state.spec.rows, state.spec.group_name)
         return full.clone()
 
+    def manual_buffer_registration(self) -> list[str]:
+        """Register the buckets' memory with NCCL, where ``nccl_ub="manual"`` has left it to the
+        caller: at a moment that suits all ranks of each bucket's data-parallel group.
+
+        A collective over those groups, and no others; harmless when done already.
+
+        Returns:
+            The axes of the groups that were registered, in order.
+
+        Raises:
+            ValueError: the wrapper was made without nccl_ub.
+        """
+        if self.user_buffers is None:
+            raise ValueError(
+                "DistributedDataParallel.manual_buffer_registration: expected a wrapper made with "
+                "nccl_ub=True or nccl_ub='manual', got nccl_ub=False. Pass the option."
+            )
+        return self.user_buffers.register()
+
     def graph_driver(self, make: Callable[[], Driver]) -> Driver:
         """The one graph runtime (and memory pool) of this model's captured regions."""
         if self._driver is None:
@@ -492,6 +530,8 @@ class DistributedDataParallel(nn.Module):
             for name in (STATE_ATTRIBUTE, HANDLE_ATTRIBUTE, "main_grad"):
                 if hasattr(state.param, name):
                     delattr(state.param, name)
+        if self.user_buffers is not None:
+            self.user_buffers.close()
         self._closed = True
 
     def _check_open(self, method: str) -> None:

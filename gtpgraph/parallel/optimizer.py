@@ -138,10 +138,10 @@ class DistributedOptimizer:
         bucket, states = part.bucket, self.model.states
         dtypes = {states[m.index].param.dtype for m in bucket.members}
         mine = part.flat.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
-        whole = mine
-        if mine.numel() != bucket.flat.numel():
+        whole, group = mine, bucket.side.group
+        if group is not None and mine.numel() != bucket.flat.numel():
             whole = mine.new_empty(bucket.flat.numel())
-            compat.all_gather(whole, mine, group=bucket.side.group)
+            compat.all_gather(whole, mine, group=group)
         for member in bucket.members:
             new = whole[member.offset : member.offset + member.numel].view(member.shape)
             states[member.index].param.copy_(new)

@@ -28,6 +28,15 @@ class Report:
     microbatch: int
 
 
+@dataclass(frozen=True)
+class ReplayCounts:
+    """What one replay of a graph reports: (weight, eager reports, declared reports) for each weight,
+    and its buckets in the order of their last occurrences."""
+
+    weights: tuple[tuple[int, int, int], ...]
+    buckets: tuple[int, ...]
+
+
 @dataclass
 class RegionCalls:
     """What one region declares, and its calls since the last finished step.
@@ -98,6 +107,7 @@ class ReadyLedger:
         self.overlap = True
         self.ordered = False  # a bucket leaves behind all lower ones: the same order on all ranks
         self.broken = False
+        self._active_now: frozenset[str] | None = None  # kept until a region is called
 
     # -- what is owed ---------------------------------------------------------------------------
 
@@ -108,12 +118,14 @@ class ReadyLedger:
             for weight in self._weights:
                 weight.regions = [r for r in weight.regions if r is not old]
         self._regions[region.name] = region
+        self._active_now = None
         for index in region.sites:
             self._weights[index].regions.append(region)
 
     def region_forward(self, region: RegionCalls) -> None:
         """A forward call under grad, outside recomputation: its backward is owed."""
         region.forwards += 1
+        self._active_now = None
         for index, count in region.sites.items():
             weight = self._weights[index]
             weight.owed += count
@@ -123,6 +135,7 @@ class ReadyLedger:
         """Take one forward call back: its backward will not come."""
         if region.outstanding > 0:
             region.forwards -= 1
+            self._active_now = None
             for index, count in region.sites.items():
                 self._weights[index].owed -= count
 
@@ -146,32 +159,49 @@ class ReadyLedger:
         region.synced += sync
 
     def enter_replay(
-        self,
-        indices: Sequence[int],
-        declared: Sequence[int],
-        calls: Iterable[RegionCalls],
-        *,
-        sync: bool,
+        self, counts: ReplayCounts, calls: Iterable[RegionCalls], *, sync: bool
     ) -> None:
-        """Entry to the replay of a whole step: its occurrences, those of them that regions declare,
-        and the regions that run in it.
+        """Entry to the replay of a whole step, in which the regions `calls` run.
 
         Raises:
             RuntimeError: a bucket that it adds to has left already.
         """
-        late = [i for i in indices if sync and self.dispatched[self._weights[i].bucket]]
+        late = [b for b in counts.buckets if self.dispatched[b]]
         if late:
-            names = dict.fromkeys(self._weights[i].name for i in late)
+            names = [w.name for w in self._weights if w.bucket in late]
             raise RuntimeError(
                 f"captured step: expected one replay in this step, got one more; surplus reports "
                 f"of {_some(names)}. Run all but the last under no_sync()."
             )
-        for index in declared:
-            self._weights[index].owed += 1
+        for index, _, declared in counts.weights:
+            self._weights[index].owed += declared
         for region in calls:
             region.forwards += 1
             region.backwards += 1
             region.synced += sync
+        self._active_now = None
+
+    def report_replay(self, counts: ReplayCounts) -> None:
+        """All reports of a replayed graph at once: the same as settling and reporting each of its
+        occurrences in order, without a call for each."""
+        learned = self._learned.get(self._active())
+        for index, eager, declared in counts.weights:
+            weight = self._weights[index]
+            weight.contributed = True
+            weight.owed -= declared
+            weight.captured += declared
+            weight.eager += eager
+            expected = None if learned is None else learned[index]
+            if expected is None:
+                expected = self._expected_eager(index)
+            if weight.owed == 0 and weight.eager == expected and weight.watched:
+                self._satisfied[weight.bucket].add(index)
+        if self.overlap and self.ordered:
+            self._dispatch_in_order()
+        elif self.overlap:
+            for bucket in counts.buckets:
+                if self._is_complete(bucket):
+                    self.dispatch(bucket)
 
     def settle(self, index: int, *, declared: bool = True) -> None:
         """One contribution of the weight stands in main_grad; a region had declared it, or not."""
@@ -190,11 +220,11 @@ class ReadyLedger:
         if learned is None and weight.is_gtp:
             expected, why = weight.gathers, "it was gathered as often"
         surplus = expected is not None and weight.eager >= expected
-        if sync and (self.dispatched[weight.bucket] or surplus):
+        if self.dispatched[weight.bucket] or (sync and surplus):
             raise RuntimeError(
                 f"{weight.name}: expected {weight.reports if expected is None else expected} eager "
-                f"finalisation(s) in this step ({why}), got one more. Run all but the last backward "
-                "under no_sync(), or call forget_ready_counts() when the model's use of its "
+                f"finalisation(s) in this step ({why}), got one more. Run all but the last "
+                "backward under no_sync(), or call forget_ready_counts() when the model's use of its "
                 "weights has changed."
             )
         weight.contributed = True
@@ -245,7 +275,9 @@ class ReadyLedger:
         return met and weight.watched
 
     def _active(self) -> frozenset[str]:
-        return frozenset(r.name for r in self._regions.values() if r.forwards)
+        if self._active_now is None:
+            self._active_now = frozenset(r.name for r in self._regions.values() if r.forwards)
+        return self._active_now
 
     def _learned_eager(self, index: int) -> int | None:
         """Eager reports of an earlier step with the same regions; None where nobody counted."""
@@ -266,10 +298,11 @@ class ReadyLedger:
     def faults(self, *, allow_unused: bool) -> list[str]:
         """What is wrong at the end of a synchronised step, one line a weight or region."""
         lines = [] if allow_unused else self._short_regions()
+        learned = self._learned.get(self._active()) or [None] * len(self._weights)
         for index, weight in enumerate(self._weights):
             if not weight.watched:
                 continue
-            expected = self._learned_eager(index)
+            expected = learned[index]
             if not weight.reports and not weight.contributed and not allow_unused:
                 lines.append(
                     f"{weight.name}: expected at least one readiness report, got none: no backward "
@@ -317,8 +350,10 @@ class ReadyLedger:
         self._last_active = self._active() or self._last_active
         for region in self._regions.values():
             region.calls_a_step = region.forwards or region.calls_a_step
-            region.synced_a_step = region.synced or region.synced_a_step
+            if region.backwards:
+                region.synced_a_step = region.synced
             region.forwards = region.backwards = region.synced = 0
+        self._active_now = None
         for weight in self._weights:
             weight.owed = weight.gathers = 0
 
@@ -327,6 +362,7 @@ class ReadyLedger:
         for region in self._regions.values():
             region.forwards = 0 if self.broken else region.outstanding
             region.backwards = region.synced = 0
+        self._active_now = None
         if self.broken:
             for weight in self._weights:
                 weight.owed = 0
@@ -351,7 +387,8 @@ class ReadyLedger:
         eager = self._learned.get(names) or [None] * len(self._weights)
         captured: Counter[int] = Counter()
         for region in (self._regions[name] for name in names):
-            captured.update({i: n * (region.synced_a_step or 1) for i, n in region.sites.items()})
+            times = 1 if region.synced_a_step is None else region.synced_a_step
+            captured.update({i: n * times for i, n in region.sites.items()})
         return {w.name: captured[i] + (eager[i] or 0) for i, w in enumerate(self._weights)}
 
 

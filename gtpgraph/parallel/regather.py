@@ -32,7 +32,9 @@ class Regather:
     def again(self) -> Tensor:
         """Gather, and view. A collective over the weight's GTP group, in backward order."""
         with torch.no_grad():
-            full = torch.ops.gtpgraph.gather(self.shard.detach(), self.rows, self.group_name)
+            full: Tensor = torch.ops.gtpgraph.gather(
+                self.shard.detach(), self.rows, self.group_name
+            )
         return full.as_strided(self.size, self.stride, self.offset)
 
 
@@ -41,8 +43,9 @@ def _pack(tensor: Tensor) -> Tensor | Regather:
     gathered = getattr(source, GATHERED_ATTRIBUTE, None)
     if gathered is None or tensor.dtype != source.dtype:
         return tensor
-    geometry = tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
-    return Regather(*gathered, *geometry)
+    shard, rows, group_name = gathered
+    size, stride = tuple(tensor.size()), tuple(tensor.stride())
+    return Regather(shard, rows, group_name, size, stride, int(tensor.storage_offset()))
 
 
 def _unpack(saved: Tensor | Regather) -> Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from gtpgraph.parallel.buckets import Bucket, BucketKey, GroupSide, build_buckets
 from gtpgraph.parallel.process_groups import UNSET, ProcessGroups
 from gtpgraph.parallel.sharding import ShardSpec, all_weights, gtp_weights
+from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.parallel.weights import WeightState, state_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class WrapperOptions:
     wire_dtype: torch.dtype | None
     reduce: str
     loss: str
+    nccl_ub: bool | str = False
 
     def check(self) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -43,6 +45,7 @@ class WrapperOptions:
             ("wire_dtype", self.wire_dtype, (None, *floats)),
             ("reduce", self.reduce, ("reduce_scatter", "all_reduce")),
             ("loss", self.loss, ("mean", "per_token")),
+            ("nccl_ub", self.nccl_ub, (False, True, "manual")),
         ]
         bad = [
             f"{name}: expected one of {known}, got {value!r}"
@@ -76,6 +79,7 @@ def build_states(
     groups: ProcessGroups,
     options: WrapperOptions,
     wrapper: weakref.ref[DistributedDataParallel],
+    buffers: UserBuffers | None = None,
 ) -> tuple[list[WeightState], list[Bucket]]:
     """One state per trainable weight in parameter order, and the buckets they live in."""
     specs = {param: info.spec for param, info in gtp_weights(module).items()}
@@ -87,6 +91,7 @@ def build_states(
         bucket_bytes=int(options.bucket_mb * 2**20),
         wire_dtype=options.wire_dtype,
         reduce=options.reduce,
+        buffers=buffers,
     )
     places = {m.index: (bucket, m) for bucket in buckets for m in bucket.members}
     scale = 1.0 / _replicas(groups) if options.loss == "mean" else 1.0

@@ -114,7 +114,12 @@ def whole_dtensor(shard: Tensor, spec: ShardSpec, mesh: DeviceMesh | None) -> Te
     local = shard.narrow(0, 0, spec.valid_rows)
     # run_check would compare the ranks through a collective that one of them may not have reached.
     whole: Tensor = DTensor.from_local(
-        local, *layout, run_check=False, shape=torch.Size(spec.shape), stride=stride
+        local,
+        device_mesh=layout[0],
+        placements=layout[1],
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=stride,
     )
     return whole
 

@@ -1,7 +1,7 @@
 """Which reduction may start when: events between computing streams and the communication stream.
 
-In: marks left by whoever wrote to a bucket (an eager accumulate, a replayed graph). Out: a stream on
-which the bucket's reduction may be launched. On a CPU everything is in order already and all of it
+In: marks left by whoever wrote to a bucket (an eager accumulate, a replayed graph). Out: a stream
+on which the bucket's reduction may be launched. On a CPU everything is in order already and all of it
 does nothing.
 """
 

@@ -1,4 +1,4 @@
-"""What the compile path must get right: shared grad nodes, partial backwards, order, checkpoints."""
+"""What the compile path must get right: shared nodes, partial backwards, order, checkpoints."""
 
 from __future__ import annotations
 

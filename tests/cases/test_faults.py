@@ -1,4 +1,4 @@
-"""Faults: each one is an error that names what is wrong, on every rank, and the next step is clean."""
+"""Faults: each is an error that names what is wrong, on every rank; the next step is clean."""
 
 from __future__ import annotations
 

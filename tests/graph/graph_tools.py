@@ -6,7 +6,7 @@ Test modules load this file with ``gtpgraph.by_path.module_at`` under one name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from gtpgraph.parallel.sharding import shard
 from gtpgraph.passes.grad_ready import BucketInputs, Place
 from gtpgraph.passes.pipeline import BackwardRequest
 
+__all__ = ["nullcontext"]
 GATHER = torch.ops.gtpgraph.gather.default
 REDUCE = torch.ops.gtpgraph.reduce.default
 ADD = torch.ops.aten.add.Tensor
