@@ -7,7 +7,7 @@ reach into a private name, so a new torch release is checked by reading this fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -134,6 +134,38 @@ def fake_mode_of(inputs: Sequence[Any]) -> Any:
             f"got {[type(i).__name__ for i in inputs][:4]}."
         )
     return mode
+
+
+def end_pool(device_index: int, pool: Any) -> None:
+    """Stop routing allocations to a graph's memory pool, when the capture that began it failed.
+
+    Stands on ``torch._C._cuda_endAllocateToPool``; harmless when the capture did end it.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device_index, pool)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def refuse_reentrant_checkpoints(what: str) -> Iterator[None]:
+    """Inside, a reentrant activation checkpoint raises NotImplementedError.
+
+    Stands on ``torch.utils.checkpoint.CheckpointFunction``. Its backward runs another backward
+    inside the captured one and restores RNG state on the host, which a replay would not repeat.
+    """
+    from torch.utils.checkpoint import CheckpointFunction
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{what}: a reentrant activation checkpoint cannot be captured. Use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+
+    original = CheckpointFunction.forward
+    CheckpointFunction.forward = staticmethod(refuse)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckpointFunction.forward = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gtpgraph import compat
+
 
 class Graph(Protocol):
     """Captured work."""
@@ -69,16 +71,18 @@ class CudaDriver:
             ):
                 result = work()
         except BaseException:
-            self._renew_generator(rng)
+            self._recover(rng)
             raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph, result
 
-    def _renew_generator(self, rng: Tensor) -> None:
-        """After a failed capture the default generator still believes that it is captured, and
-        refuses every later random operation: give it a state of its own again."""
+    def _recover(self, rng: Tensor) -> None:
+        """After a failed capture: the default generator still believes that it is captured and
+        refuses random operations, and the allocator still routes to the pool."""
         self._forked = False
         index = self._device.index if self._device.index is not None else 0
+        compat.end_pool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
         fresh = torch.Generator(device=self._device)
         fresh.set_state(rng)
         torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

@@ -305,7 +305,8 @@ def capture_call(
         results = list(run_traced(compiled, list(inputs)))
         if seal is not None:
             seal()
-        return results
+        # without their autograd history, whose accumulators would stay tied to the capture's stream
+        return [r.detach() if isinstance(r, Tensor) and r.requires_grad else r for r in results]
 
     try:
         graph, outputs = driver.capture(work)

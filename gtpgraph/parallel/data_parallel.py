@@ -26,7 +26,7 @@ from gtpgraph.parallel.eager import EagerQueue, GradHandle
 from gtpgraph.parallel.process_groups import ProcessGroups
 from gtpgraph.parallel.ready import ReadyLedger, Report
 from gtpgraph.parallel.regather import regather_in_backward
-from gtpgraph.parallel.setup import WrapperOptions, build_states, resolve_groups
+from gtpgraph.parallel.setup import WrapperOptions, build_states, frozen_weights, resolve_groups
 from gtpgraph.parallel.status import Exchange, StepFault, side_key
 from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
@@ -107,6 +107,7 @@ class DistributedDataParallel(nn.Module):
         self._reshard = reshard_after_forward and sharded
         self.reports: list[Report] = []
         self.bucket_reports: Counter[int] = Counter()  # of the last finished step
+        self._frozen = frozen_weights(module)
         self._bucket_of = {s.fqn: s.bucket.number for s in self.states}
         self.regions: list[Region] = []
         self.order_exchanges = self._make_order_exchanges(timeout_s)
@@ -288,7 +289,8 @@ class DistributedDataParallel(nn.Module):
             state.gathers = 0
         self.recording = record
         try:
-            yield
+            with compat.refuse_reentrant_checkpoints("capture"):
+                yield
         finally:
             self.recording = None
             self.eager.forget()
@@ -349,8 +351,12 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Start a step: main_grads count as empty, and no memory is touched.
 
+        Weights whose requires_grad is False now owe nothing in the step: their main_grads end as
+        zeros and the optimizer leaves them alone. Set it alike on all ranks, between steps.
+
         Raises:
-            RuntimeError: the wrapper is closed, or a fault left reductions that never end.
+            RuntimeError: the wrapper is closed, a fault left reductions that never end, or a weight
+                that was frozen when the model was wrapped is trainable now.
         """
         self._check_open("zero_grad_buffer")
         if self._stuck:
@@ -359,6 +365,7 @@ class DistributedDataParallel(nn.Module):
                 "others of the group never will, after this fault: "
                 f"{self._stuck}\nStart the job again from its last checkpoint."
             )
+        self._check_still_frozen()
         # A step that was begun and never finished: forwards of it have no backward to come.
         self.ledger.broken |= not self._finished and self._microbatch >= 0
         self.eager.discard()
@@ -366,7 +373,7 @@ class DistributedDataParallel(nn.Module):
             bucket.empty()
         for state in self.states:
             state.param.grad = None
-        self.ledger.start_step()
+        self.ledger.start_step(s.index for s in self.states if not s.param.requires_grad)
         self.reports = []
         self._finished, self._microbatch = False, -1
         self._backwards.clear()
@@ -533,6 +540,16 @@ class DistributedDataParallel(nn.Module):
         if self.user_buffers is not None:
             self.user_buffers.close()
         self._closed = True
+
+    def _check_still_frozen(self) -> None:
+        thawed = [fqn for fqn, param in self._frozen if param.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"DistributedDataParallel: expected weights that were frozen when the model was "
+                f"wrapped to stay so, got requires_grad=True for {thawed[:6]}, which have no "
+                "main_grad. Wrap the model with them trainable, and freeze them afterwards: a "
+                "wrapped weight may be frozen and thawed between steps."
+            )
 
     def _check_open(self, method: str) -> None:
         if self._closed:

@@ -115,7 +115,7 @@ def fully_shard_v1(
     _refuse_gtp(model, found, gtp, expert_gtp)
     data = "dp_cp" if found.cp is not UNSET and found.size("cp") > 1 else "dp"
     _check(found, data, tp, bool(experts))
-    names = _units(model, units)
+    names, expert_modules = _units(model, units), _expert_modules(model)
 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     dense_tp = None if tp == 1 else found.require("tp", function=_FUNCTION, option="tp")["tp"]
@@ -126,7 +126,7 @@ def fully_shard_v1(
     sharded: list[FSDPModule] = []
     if experts:
         mesh = _mesh(found, "expt_dp", None, device.type)
-        for module in _expert_modules(model):
+        for module in expert_modules:
             unit = fully_shard(module, mesh=mesh, **options)
             # An expert has seen the tokens of its ep peers as well: the mean is over all of dp.
             unit.set_gradient_divide_factor(float(found.size(data)))
@@ -265,8 +265,7 @@ def _buffers(
         return None
     buffers = UserBuffers()
     for axis in (data, "expt_dp") if experts else (data,):
-        group = getattr(groups, axis)
-        buffers.add(axis, group, device)
+        buffers.add(axis, getattr(groups, axis), device)
     if device.type == "cuda":
         for unit in sharded:
             unit.set_allocate_memory_from_process_group_for_comm(True)

@@ -109,10 +109,12 @@ class DistributedOptimizer:
                 "(or one after zero_grad_buffer()). Call model.finish_grad_sync() after the "
                 "backward, then step()."
             )
+        trainable = {s.fqn for s in self.model.states if s.param.requires_grad}
         for part in self.slices:
             reduced = part.bucket.flat[part.bucket.own].float()
             for piece in part.pieces:
-                piece.master.grad = reduced[piece.start : piece.stop]
+                if piece.fqn in trainable:  # frozen after wrapping: no decay, no momentum either
+                    piece.master.grad = reduced[piece.start : piece.stop]
         self.torch_optimizer.step()
         for part in self.slices:
             for piece in part.pieces:

@@ -71,6 +71,7 @@ class _Weight:
     gathers: int = 0  # eager gathers under grad: an upper bound of the eager part
     contributed: bool = False
     watched: bool = True  # False: its reports go elsewhere, so its bucket leaves at the end
+    frozen: bool = False  # since the step began: it owes nothing, and its bucket does not wait
     regions: list[RegionCalls] = field(default_factory=list)
 
     @property
@@ -97,8 +98,11 @@ class ReadyLedger:
         self._members: list[list[int]] = [[] for _ in range(num_buckets)]
         for index, weight in enumerate(self._weights):
             self._members[weight.bucket].append(index)
+        self._num_frozen = [0] * num_buckets
         self._on_bucket = on_bucket
-        self._learned: dict[frozenset[str], list[int | None]] = {}
+        # By the regions called and the weights frozen, for both change who finalises how often.
+        self._learned: dict[tuple[frozenset[str], frozenset[int]], list[int | None]] = {}
+        self._frozen: frozenset[int] = frozenset()
         self._regions: dict[str, RegionCalls] = {}
         self._last_active: frozenset[str] = frozenset()
         self._satisfied: list[set[int]] = [set() for _ in range(num_buckets)]
@@ -184,7 +188,7 @@ class ReadyLedger:
     def report_replay(self, counts: ReplayCounts) -> None:
         """All reports of a replayed graph at once: the same as settling and reporting each of its
         occurrences in order, without a call for each."""
-        learned = self._learned.get(self._active())
+        learned = self._lessons(self._active())
         for index, eager, declared in counts.weights:
             weight = self._weights[index]
             weight.contributed = True
@@ -194,7 +198,8 @@ class ReadyLedger:
             expected = None if learned is None else learned[index]
             if expected is None:
                 expected = self._expected_eager(index)
-            if weight.owed == 0 and weight.eager == expected and weight.watched:
+            met = weight.owed == 0 and weight.eager == expected
+            if met and weight.watched and not weight.frozen:
                 self._satisfied[weight.bucket].add(index)
         if self.overlap and self.ordered:
             self._dispatch_in_order()
@@ -254,7 +259,7 @@ class ReadyLedger:
                 self.dispatch(weight.bucket)
 
     def _is_complete(self, bucket: int) -> bool:
-        return len(self._satisfied[bucket]) == len(self._members[bucket])
+        return len(self._satisfied[bucket]) == len(self._members[bucket]) - self._num_frozen[bucket]
 
     def _dispatch_in_order(self) -> None:
         for bucket, gone in enumerate(self.dispatched):
@@ -272,7 +277,7 @@ class ReadyLedger:
     def _is_satisfied(self, index: int) -> bool:
         weight = self._weights[index]
         met = weight.owed == 0 and weight.eager == self._expected_eager(index)
-        return met and weight.watched
+        return met and weight.watched and not weight.frozen
 
     def _active(self) -> frozenset[str]:
         if self._active_now is None:
@@ -281,8 +286,11 @@ class ReadyLedger:
 
     def _learned_eager(self, index: int) -> int | None:
         """Eager reports of an earlier step with the same regions; None where nobody counted."""
-        learned = self._learned.get(self._active())
+        learned = self._lessons(self._active())
         return None if learned is None else learned[index]
+
+    def _lessons(self, regions: frozenset[str]) -> list[int | None] | None:
+        return self._learned.get((regions, self._frozen))
 
     def _expected_eager(self, index: int) -> int | None:
         learned = self._learned_eager(index)
@@ -298,9 +306,9 @@ class ReadyLedger:
     def faults(self, *, allow_unused: bool) -> list[str]:
         """What is wrong at the end of a synchronised step, one line a weight or region."""
         lines = [] if allow_unused else self._short_regions()
-        learned = self._learned.get(self._active()) or [None] * len(self._weights)
+        learned = self._lessons(self._active()) or [None] * len(self._weights)
         for index, weight in enumerate(self._weights):
-            if not weight.watched:
+            if not weight.watched or weight.frozen:
                 continue
             expected = learned[index]
             if not weight.reports and not weight.contributed and not allow_unused:
@@ -327,7 +335,7 @@ class ReadyLedger:
 
     def _disagreements(self) -> list[str]:
         """GTP weights whose captured and eager counts differ (both must have been seen)."""
-        learned = self._learned.get(frozenset())
+        learned = self._lessons(frozenset())
         if learned is None or not self._active():
             return []
         lines = []
@@ -343,7 +351,8 @@ class ReadyLedger:
 
     def close_step(self) -> None:
         """Learn the eager counts of a finished step (once for each set of regions)."""
-        learned = self._learned.setdefault(self._active(), [None] * len(self._weights))
+        key = self._active(), self._frozen
+        learned = self._learned.setdefault(key, [None] * len(self._weights))
         for index, weight in enumerate(self._weights):
             if learned[index] is None and weight.watched:
                 learned[index] = weight.eager
@@ -357,8 +366,12 @@ class ReadyLedger:
         for weight in self._weights:
             weight.owed = weight.gathers = 0
 
-    def start_step(self) -> None:
-        """No reports yet. Forward calls that already ran stay owed, unless a fault left them."""
+    def start_step(self, frozen: Iterable[int] = ()) -> None:
+        """No reports yet. Forward calls that already ran stay owed, unless a fault left them.
+
+        `frozen`: weights that need no gradient in this step.
+        """
+        self._freeze(frozenset(frozen))
         for region in self._regions.values():
             region.forwards = 0 if self.broken else region.outstanding
             region.backwards = region.synced = 0
@@ -375,6 +388,14 @@ class ReadyLedger:
         self.dispatched = [False] * len(self.dispatched)
         self.left = []
 
+    def _freeze(self, frozen: frozenset[int]) -> None:
+        if frozen == self._frozen:
+            return
+        self._frozen = frozen
+        self._num_frozen = [sum(i in frozen for i in members) for members in self._members]
+        for index, weight in enumerate(self._weights):
+            weight.frozen = index in frozen
+
     def forget(self) -> None:
         """Learn the eager counts anew in the next synchronised step."""
         self._learned.clear()
@@ -384,7 +405,7 @@ class ReadyLedger:
         captured step called, before one all of them once, plus what was learned eagerly with them.
         """
         names = self._last_active or frozenset(self._regions)
-        eager = self._learned.get(names) or [None] * len(self._weights)
+        eager = self._lessons(names) or [None] * len(self._weights)
         captured: Counter[int] = Counter()
         for region in (self._regions[name] for name in names):
             times = 1 if region.synced_a_step is None else region.synced_a_step

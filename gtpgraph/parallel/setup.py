@@ -105,6 +105,11 @@ def build_states(
     return states, buckets
 
 
+def frozen_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(first FQN, weight) of every weight that needs no gradient."""
+    return [(fqns[0], p) for p, fqns in all_weights(module).items() if not p.requires_grad]
+
+
 def _check_owned(owned: list[tuple[nn.Parameter, tuple[str, ...]]], num_gtp: int) -> None:
     if not owned:
         raise ValueError(

@@ -146,6 +146,20 @@ class MLP(nn.Module):
         return x
 
 
+class ABA(nn.Module):
+    """a, then b, then a again; or only a and b."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a = nn.Linear(width, width, bias=False)
+        self.b = nn.Linear(width, width, bias=False)
+        self.again = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return (self.a(y) if self.again else y).square().mean()
+
+
 class MeanSquare(nn.Module):
     """A body and the loss that the body's output has: mean over dim 0 of its squares."""
 

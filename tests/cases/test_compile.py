@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import gtpgraph
 from gtpgraph.by_path import module_at
@@ -170,35 +169,6 @@ def test_k32_a_loss_on_one_of_two_outputs_leaves_no_bucket_hanging() -> None:
             assert max_error({n: grads[n] for n in expected}, expected) <= h.SUM_ORDER_BAR
 
 
-class Recomputed(nn.Module):
-    """Blocks under non-reentrant checkpoints, around or inside what is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.block = h.MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.block, x, use_reentrant=False)
-        return x.square().mean()
-
-
-def test_k32_a_checkpoint_around_a_compiled_block_owes_one_backward_for_two_forwards() -> None:
-    model = Recomputed()
-    plain, x = copy.deepcopy(model), h.batch_of(0)
-    ddp = h.wrap(model, bucket_mb=1e-4)
-    h.compile_part(model.block)
-    for _ in range(3):
-        h.step(ddp, ddp, x)
-        counts = h.counts(ddp.reports)
-        assert set(counts.values()) == {1, 2} and counts["block.layers.0.weight"] == 2
-        assert h.error_from_plain(ddp, plain, x) <= h.SUM_ORDER_BAR
-    (region,) = gtpgraph.plan_of(ddp).regions
-    assert region.calls == 2
-
-
 class ThreeLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -282,23 +252,3 @@ def test_k34_reports_are_interleaved_with_the_compute(ranks2: RankPool, lowering
     for ran in ranks2.run(run_order, lowering, timeout_s=280):
         products = [ran[:i].count("mm") for i, op in enumerate(ran) if op == "ready"]
         assert ran.count("mm") == 7 and products == [4, 6, 7, 7], ran
-
-
-# --- K38 ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["eager", "whole", "block"])
-def test_k38_recomputation_reports_nothing(how: str) -> None:
-    model = Recomputed()
-    plain, x = copy.deepcopy(model), h.batch_of(0)
-    ddp = h.wrap(model, bucket_mb=1e-4)
-    call: Any = gtpgraph.compile(ddp, lowering="eager") if how == "whole" else ddp
-    if how == "block":
-        h.compile_part(model.block)
-    for _ in range(2):
-        h.step(ddp, call, x)
-        counts = h.counts(ddp.reports)
-        gtp = {n: k for n, k in counts.items() if n.endswith("weight") and "norm" not in n}
-        uses = {"first.weight": 1, "block.layers.0.weight": 2, "block.layers.1.weight": 2}
-        assert gtp == uses
-        assert h.error_from_plain(ddp, plain, x) <= h.SUM_ORDER_BAR

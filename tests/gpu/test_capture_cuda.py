@@ -23,6 +23,11 @@ SMALL_MB = 0.01
 DISPATCH = ("after", "event", "in_graph")
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()  # its limit of recompilations counts over all tests of a process
+
+
 class Net(nn.Module):
     """Two Linears (one used twice), a norm, biases; optional dropout and batch norm."""
 
