@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import gtpgraph.kernels.comm  # noqa: F401 - registers the operator
 from gtpgraph.graph.sites import WgradSite, is_reduce
 from gtpgraph.passes.edit import PassResult, call, finish
 

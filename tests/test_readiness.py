@@ -185,14 +185,17 @@ def test_graphs_run_by_fx_equal_eager_bitwise(journeys: Any, layout: Layout) -> 
 
 @EVERY
 def test_steps_repeat_bitwise(journeys: Any, layout: Layout) -> None:
-    if layout.lowering == "inductor":
-        pytest.skip("Inductor's embedding backward adds atomically")
+    """Embeddings under Inductor excepted: their backward adds atomically."""
     for journey in journeys(layout):
-        for a, b in (("eager", "eager again"), ("compiled", "compiled again")):
-            first, second = journey.steps[a].grads, journey.steps[b].grads
-            assert all(torch.equal(first[n], second[n]) for n in first)
-        first, last = journey.steps["eager"].grads, journey.steps["eager once more"].grads
-        assert all(torch.equal(first[n], last[n]) for n in first)
+        grads = {name: seen.grads for name, seen in journey.steps.items()}
+        for a, b in (
+            ("eager", "eager again"),
+            ("eager", "eager once more"),
+            ("compiled", "compiled again"),
+        ):
+            atomic = layout.lowering == "inductor" and a == "compiled"
+            names = [n for n in grads[a] if not (atomic and n.startswith("embed"))]
+            assert [n for n in names if not torch.equal(grads[a][n], grads[b][n])] == [], (a, b)
 
 
 # --- reports --------------------------------------------------------------------------------------
@@ -262,9 +265,7 @@ def test_the_first_compiled_step_overlaps_without_learning(journeys: Any, layout
         _, reports, inside = seen.left[0]
         assert inside and reports < len(seen.reports), seen.left
         assert h.told(seen.reports) == h.occurrences(journey.plan)
-        assert journey.inspected.hash == journey.plan.hash or not journey.inspected.diff(
-            journey.plan
-        )
+        assert journey.inspected.hash == journey.plan.hash
 
 
 # --- the UNGRAPHED chain --------------------------------------------------------------------------
@@ -285,5 +286,4 @@ def test_ungraphed_weights_are_finalised_eagerly_and_not_in_the_plan(
             outside = [r.weight for r in reports if r.region is None]
             assert sorted(outside) == sorted(shared)
             assert not shared & {r.weight for r in reports if r.region is not None}
-            # Its report comes while the region's own wait for the end of the step.
             assert all(journey.plan.ready_counts[n] == 1 for n in shared)

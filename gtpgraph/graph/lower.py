@@ -25,7 +25,7 @@ def lower_eager(gm: fx.GraphModule, inputs: Sequence[Any], builder: RegionBuilde
 
     def inference(graph: fx.GraphModule, fakes: Sequence[Any]) -> Lowered:
         builder.on_forward(graph, fakes)
-        return run_by_fx(graph)
+        return _Forward(builder, run_by_fx(graph))
 
     def forward(graph: fx.GraphModule, fakes: Sequence[Any]) -> Lowered:
         builder.on_forward(graph, fakes)
@@ -51,8 +51,7 @@ def lower_inductor(gm: fx.GraphModule, inputs: Sequence[Any], builder: RegionBui
             compiled = compat.inductor_inner(graph, [*fakes, *extra], **kw)
             return region.wrap_backward(compiled)
         builder.on_forward(graph, fakes)
-        compiled = compat.inductor_inner(graph, fakes, **kw)
-        return compiled if kw.get("is_inference") else _Forward(builder, compiled)
+        return _Forward(builder, compat.inductor_inner(graph, fakes, **kw))
 
     with compat.eager_backward_compile():
         return compat.inductor_compile(
@@ -77,6 +76,7 @@ class _Forward:
         self._wrapped: Lowered | None = None
 
     def __call__(self, args: list[Any]) -> Any:
+        self._builder.wrapper.publish_weights()  # the graph may gather ahead of any module's turn
         if self._wrapped is None:
             region = self._builder.region
             if region is None:  # nothing of this graph needs a gradient

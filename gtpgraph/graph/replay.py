@@ -175,9 +175,9 @@ class RegionReplay:
         cut = len(captured.outputs) - self.num_saved
         results = [o.detach() if isinstance(o, Tensor) else o for o in captured.outputs[:cut]]
         saved = list(captured.outputs[cut:])
-        own = {id(i) for i in captured.inputs}
+        own = set(captured.pointers)  # a saved view of a parameter tells no instance from another
         for k, tensor in enumerate(saved):
-            if isinstance(tensor, Tensor) and id(tensor) not in own:
+            if isinstance(tensor, Tensor) and tensor.numel() and tensor.data_ptr() not in own:
                 saved[k] = tensor.detach()
                 instance.sentinel = weakref.ref(saved[k])
                 self._by_pointer[tensor.data_ptr()] = instance

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from gtpgraph import compat
 from gtpgraph.kernels.ops import accumulate
-from gtpgraph.parallel.reduction import Reduction, choose_reduction
+from gtpgraph.parallel.reduction import NoReduction, Reduction, choose_reduction
 from gtpgraph.parallel.streams import Fence
 from gtpgraph.parallel.user_buffers import UserBuffers
 
+TAIL_FRACTION = 8  # the last bucket to be completed is this much smaller than the others
 ALIGN = 64  # elements: 256 bytes of fp32, the widest vector access and NCCL's alignment
 
 
@@ -83,13 +84,15 @@ class Bucket:
         self.fence = Fence(self.flat.device)
         self.reduction = choose_reduction(
             self.side.group,
-            self._slice(),
+            self.share,
             wire=self.wire_dtype,
             dtype=self.flat.dtype,
             everywhere=self.reduce == "all_reduce",
         )
 
-    def _slice(self) -> slice:
+    @property
+    def share(self) -> slice:
+        """The slice of the flat buffer that no other rank of the group has, in any mode."""
         if self.side.group is None:
             return slice(0, self.flat.numel())
         length = self.flat.numel() // self.side.size
@@ -99,7 +102,7 @@ class Bucket:
     @property
     def own(self) -> slice:
         """The slice of the flat buffer that is final on this rank after the reduction."""
-        return slice(0, self.flat.numel()) if self.reduce == "all_reduce" else self._slice()
+        return slice(0, self.flat.numel()) if self.reduce == "all_reduce" else self.share
 
     def view(self, member: Member) -> Tensor:
         """A weight's main_grad, a view of its (padded) local shape."""
@@ -131,6 +134,8 @@ class Bucket:
         """
         if self.reduced_in_graph:
             return  # the replayed graph holds the reduction itself
+        if isinstance(self.reduction, NoReduction) and all(self.filled):
+            return
         with self.fence.reducing():
             for member in self.members:
                 if not self.filled[member.slot]:
@@ -175,29 +180,46 @@ def build_buckets(
     reduce: str,
     buffers: UserBuffers | None = None,
 ) -> list[Bucket]:
-    """Cut the weights, last one first, into buckets of about `bucket_bytes` each.
+    """Cut the weights, last one first, into buckets of at most about `bucket_bytes` each.
 
-    A weight's index is its position in `weights`. A weight larger than `bucket_bytes` has a bucket
-    to itself. Allocates one zeroed flat buffer per bucket, from its group's pool in `buffers`.
+    A weight's index is its position in `weights`. Allocates one zeroed flat buffer per bucket, from
+    its group's pool in `buffers`. See `cut_runs` for the sizes.
     """
-    open_runs: dict[BucketKey, list[int]] = {}
-    runs: list[tuple[BucketKey, list[int]]] = []
-    for index in reversed(range(len(weights))):
-        param, key = weights[index]
-        if is_shared(param):
-            runs.append((key, [index]))
-            continue
-        run = open_runs.get(key)
-        itemsize = key.grad_dtype.itemsize
-        held = sum(_aligned(weights[i][0].numel()) for i in run) * itemsize if run else 0
-        if run is None or held + param.numel() * itemsize > bucket_bytes:
-            run = open_runs[key] = []
-            runs.append((key, run))
-        run.append(index)
+    runs = cut_runs(weights, bucket_bytes)
     return [
         _build(number, key, run, weights, wire_dtype or key.grad_dtype, reduce, buffers)
         for number, (key, run) in enumerate(runs)
     ]
+
+
+def cut_runs(
+    weights: Sequence[tuple[nn.Parameter, BucketKey]], bucket_bytes: int
+) -> list[tuple[BucketKey, list[int]]]:
+    """The weights of each bucket, last parameter first, buckets in the order a backward ends them.
+
+    The bucket that a backward completes last has nothing left to hide behind, so the ones next to
+    the model's input are small: an eighth of `bucket_bytes`, then half, then the whole. A weight
+    that is larger, or that pipeline stages share, has a bucket to itself.
+    """
+    runs: list[tuple[BucketKey, list[int]]] = []
+    open_runs: dict[BucketKey, tuple[list[int], int]] = {}
+    caps: dict[BucketKey, int] = {}
+    for index, (param, key) in enumerate(weights):
+        size = _aligned(param.numel()) * key.grad_dtype.itemsize
+        if is_shared(param) or size > bucket_bytes:
+            runs.append((key, [index]))
+            continue
+        run, held = open_runs.get(key, ([], 0))
+        cap = caps.setdefault(key, bucket_bytes // TAIL_FRACTION)
+        if not run or held + size > cap:
+            if run:
+                caps[key] = min(4 * cap, bucket_bytes)
+            run, held = [], 0
+            runs.append((key, run))
+        run.append(index)
+        open_runs[key] = (run, held + size)
+    runs.sort(key=lambda r: r[1][0], reverse=True)
+    return [(key, run[::-1]) for key, run in runs]
 
 
 def _build(

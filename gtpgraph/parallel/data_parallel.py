@@ -123,6 +123,7 @@ class DistributedDataParallel(nn.Module):
         self._driver: Driver | None = None
         self.captured_shapes: Counter[str] = Counter()  # by region
         self._closers: list[Callable[[], None]] = []
+        self._reader_hooks: list[Callable[[], None]] = []
         self._hooks = [self._attach(state) for state in self.states]
         if nccl_ub is True:
             self.manual_buffer_registration()
@@ -182,15 +183,30 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's state dict: its FQNs have no prefix."""
+        self.publish_weights()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's `load_state_dict`."""
+        self.publish_weights()
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(first FQN, weight) of every weight that the wrapper owns, in parameter order."""
         return ((s.fqn, s.param) for s in self.states)
+
+    def add_reader_hook(self, hook: Callable[[], None]) -> None:
+        """Call `hook` before anything reads several weights at once; see `publish_weights`."""
+        self._reader_hooks.append(hook)
+
+    def publish_weights(self) -> None:
+        """Finish weight updates that are still on their way (an optimizer's overlapped gathers).
+
+        Called before a compiled or captured forward, a state dict and `close`; call it before you
+        read shards (`named_parameters`) yourself.
+        """
+        for hook in self._reader_hooks:
+            hook()
 
     # -- readiness ------------------------------------------------------------------------------
 
@@ -284,6 +300,7 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def recording_into(self, record: Recording) -> Iterator[None]:
         """While a graph is captured: finalisations go to `record`, and nothing else changes."""
+        self.publish_weights()  # a wait or a copy must not become part of the graph
         gathers = [state.gathers for state in self.states]
         for state in self.states:
             state.gathers = 0
@@ -305,6 +322,7 @@ class DistributedDataParallel(nn.Module):
             RuntimeError: as `enter_backward`; or a bucket of the graph has left already.
         """
         self._check_contributing()
+        self.publish_weights()
         self._microbatch += 1
         self.ledger.enter_replay(record.counts, record.calls, sync=self._sync)
 
@@ -528,6 +546,7 @@ class DistributedDataParallel(nn.Module):
         if self._closed:
             return
         self.eager.discard()
+        self.publish_weights()
         for closer in self._closers:
             closer()
         for bucket in () if self._stuck else self.buckets:

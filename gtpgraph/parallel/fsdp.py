@@ -93,8 +93,8 @@ def fully_shard_v1(
     made yet: see `size_one_group`, which the job's other ranks must call then.
 
     Args:
-        model: any module tree, not sharded by ``gtpgraph.shard``. Weights with ``allreduce = False``
-            belong to experts.
+        model: any module tree, not sharded by ``gtpgraph.shard``. Weights with
+            ``allreduce = False`` belong to experts.
         groups: a ProcessGroups, or an object with attributes of those names. Required: dp (dp_cp
             where cp > 1); tp unless `tp` is 1; ep and expt_dp where the model has expert weights.
         tp: tensor-parallel degree; None: that of the collection.
@@ -223,7 +223,9 @@ def _units(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     if patterns is None:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         outer = [n for n in lists if not any(n.startswith(f"{o}.") for o in lists)]
-        found = [f"{n}.{child}" for n in outer for child, _ in model.get_submodule(n).named_children()]
+        found = [
+            f"{n}.{child}" for n in outer for child, _ in model.get_submodule(n).named_children()
+        ]
     else:
         idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
         if idle:

@@ -1,29 +1,30 @@
 """The optimizer: fp32 master slices, any elementwise torch optimizer, and the way back.
 
 In: a wrapper whose `finish_grad_sync` has left final gradients in the slices that this rank owns.
-Out: updated weights, alike on every rank that holds them. For each bucket::
+Out: updated weights, alike on every rank that holds them::
 
-    flat[own] (reduced) --as fp32--> grads of the master slice --torch's step--> master slice
-    master slice --cast--> all-gather over the bucket's own data-parallel group --copy--> weights
+    norm over grad_norm -> not finite? skip : clip
+    for each bucket   flat[own] (reduced) --as fp32--> grads of its pieces --torch's step--> masters
+    then              masters --cast--> all-gather over the bucket's own group --copy--> weights
 
-A master slice is one fp32 buffer per bucket, of the length of the owned slice. Inside it every
-weight has its own piece, a 1-D Parameter, so that the torch optimizer sees weights (cut where the
-slice cuts them) and per-weight options are possible; padding belongs to no piece.
+The torch optimizer sees weights, cut where the slices cut them (see `pieces`), each a 1-D fp32
+Parameter, so that per-weight options are possible.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gtpgraph import compat
-from gtpgraph.parallel.buckets import Bucket
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
+from gtpgraph.parallel.grad_norm import GradNorm, used_weights
+from gtpgraph.parallel.pieces import MasterSlice, master_slice
+from gtpgraph.parallel.publish import Publisher
 
 FUNCTION = "DistributedOptimizer"
 STATE_FORMAT = "gtpgraph.optimizer/1"
@@ -33,28 +34,6 @@ _NEED_WHOLE_WEIGHTS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _HAVE_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A weight's part of this rank's slice of a bucket, in elements.
-
-    `master` is the fp32 Parameter [stop - start]; `start`, `stop` are its place in the slice.
-    """
-
-    fqn: str
-    start: int
-    stop: int
-    master: nn.Parameter
-
-
-@dataclass(frozen=True)
-class MasterSlice:
-    """The fp32 master copy [numel of the owned slice] of one bucket's weights, and its pieces."""
-
-    bucket: Bucket
-    flat: Tensor
-    pieces: tuple[Piece, ...]
-
-
 class DistributedOptimizer:
     """Run a torch optimizer on the slices that this rank owns, then share the result.
 
@@ -62,14 +41,27 @@ class DistributedOptimizer:
         torch_optimizer_class: an elementwise optimizer of torch.optim, or one with its interface.
         model: the :class:`DistributedDataParallel`, or a (compiled) model that holds exactly one.
         no_decay: fnmatch patterns over FQNs of weights that get ``weight_decay=0``.
+        clip_norm: scale the gradients down to this 2-norm where theirs is larger; None: don't.
+        skip_nonfinite: leave everything as it is in a step with a gradient that is not finite, and
+            count it in `skipped`.
+        overlap_gather: let the next forward overlap the gather of GTP weights, see `publish`. Until
+            then the Parameters themselves (not the modules' attributes) hold the old values:
+            call ``model.publish_weights()`` before you read them.
         options: the torch optimizer's; ``fused=True`` where the class has it and neither `fused`
             nor `foreach` is given.
 
     Masters start from the weights as they are: construct it after loading a checkpoint, or call
-    `reload_weights`. With ``reduce="all_reduce"`` every rank owns, and updates, everything.
+    `reload_weights`. With ``reduce="all_reduce"`` every rank owns, and updates, everything. A
+    weight that no rank of its data-parallel group used in a step (`allow_unused`) is left alone, as
+    torch leaves one whose gradient is None: no decay, no momentum.
+
+    Attributes:
+        grad_norm: the norm of the last step, before clipping; None where neither option needs it.
+        skipped: number of steps that were skipped.
 
     Raises:
-        ValueError: no wrapper in the model, or a `no_decay` pattern without a weight.
+        ValueError: no wrapper in the model, a `no_decay` pattern without a weight, a `clip_norm`
+            that is not positive, or a group missing that the norm is made over.
         NotImplementedError: an optimizer that needs whole weights.
     """
 
@@ -79,6 +71,9 @@ class DistributedOptimizer:
         model: object,
         *,
         no_decay: tuple[str, ...] | list[str] = (),
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        overlap_gather: bool = False,
         **options: Any,
     ) -> None:
         _check_class(torch_optimizer_class)
@@ -86,7 +81,15 @@ class DistributedOptimizer:
         _check_patterns(no_decay, [s.fqn for s in self.model.states])
         if torch_optimizer_class in _HAVE_FUSED and not options.keys() & {"fused", "foreach"}:
             options["fused"] = True
-        self.slices = tuple(_master_slice(b, self.model) for b in self.model.buckets)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"{FUNCTION}: clip_norm: expected a positive norm, got {clip_norm!r}.")
+        self.slices = tuple(master_slice(b, self.model.states) for b in self.model.buckets)
+        self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
+        self.grad_norm: float | None = None
+        self.skipped = 0
+        wants_norm = skip_nonfinite or clip_norm is not None
+        self._norm = GradNorm(self.model, self.slices) if wants_norm else None
+        self._publisher = Publisher(self.model, overlap=overlap_gather)
         self.reload_weights()
         groups = _param_groups(self.slices, tuple(no_decay), self.model.buckets[0].flat.device)
         self.torch_optimizer = torch_optimizer_class(groups, **options)
@@ -97,8 +100,13 @@ class DistributedOptimizer:
         return self.torch_optimizer.param_groups
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every weight from the reduced gradients; a collective over each bucket's group.
+    def step(self) -> bool:
+        """Update every weight from the reduced gradients.
+
+        A collective over each bucket's group, and over grad_norm for the norm.
+
+        Returns:
+            Whether the weights were updated; False for a step that was skipped.
 
         Raises:
             RuntimeError: the step's gradients are not final (no `finish_grad_sync` before).
@@ -109,17 +117,33 @@ class DistributedOptimizer:
                 "(or one after zero_grad_buffer()). Call model.finish_grad_sync() after the "
                 "backward, then step()."
             )
-        trainable = {s.fqn for s in self.model.states if s.param.requires_grad}
+        if not self._clip():
+            self.skipped += 1
+            return False
+        used = used_weights(self.model)
         for part in self.slices:
-            reduced = part.bucket.flat[part.bucket.own].float()
+            reduced = part.grad.float()
             for piece in part.pieces:
-                if piece.fqn in trainable:  # frozen after wrapping: no decay, no momentum either
+                # Frozen after wrapping, or used by nobody: no decay, no momentum either.
+                if piece.state.param.requires_grad and piece.state.index in used:
                     piece.master.grad = reduced[piece.start : piece.stop]
         self.torch_optimizer.step()
         for part in self.slices:
             for piece in part.pieces:
                 piece.master.grad = None
-            self._share(part)
+        self._publisher.share(self.slices)
+        return True
+
+    def _clip(self) -> bool:
+        """Scale the gradients to `clip_norm`; False where they are to be skipped."""
+        if self._norm is None:
+            return True
+        norm = self.grad_norm = float(self._norm())  # every rank has the same, and decides alike
+        if not math.isfinite(norm):
+            return not self.skip_nonfinite
+        if self.clip_norm is not None and norm > self.clip_norm:
+            self.model.scale_gradients(self.clip_norm / norm)
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a step: the wrapper's `zero_grad_buffer`."""
@@ -128,25 +152,13 @@ class DistributedOptimizer:
     @torch.no_grad()
     def reload_weights(self) -> None:
         """Take the weights as they are now into the masters (after loading weights)."""
+        self.model.publish_weights()
         for part in self.slices:
             whole = torch.zeros_like(part.bucket.flat, dtype=torch.float32)
             for member in part.bucket.members:
                 param = self.model.states[member.index].param
                 whole[member.offset : member.offset + member.numel].copy_(param.reshape(-1))
             part.flat.copy_(whole[part.bucket.own])
-
-    def _share(self, part: MasterSlice) -> None:
-        """Gather a bucket's masters into its weights, on the wire in their dtype if it is one."""
-        bucket, states = part.bucket, self.model.states
-        dtypes = {states[m.index].param.dtype for m in bucket.members}
-        mine = part.flat.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
-        whole, group = mine, bucket.side.group
-        if group is not None and mine.numel() != bucket.flat.numel():
-            whole = mine.new_empty(bucket.flat.numel())
-            compat.all_gather(whole, mine, group=group)
-        for member in bucket.members:
-            new = whole[member.offset : member.offset + member.numel].view(member.shape)
-            states[member.index].param.copy_(new)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -160,6 +172,7 @@ class DistributedOptimizer:
             "layout": self._layout(),
             "masters": [part.flat for part in self.slices],
             "optimizer": self.torch_optimizer.state_dict(),
+            "skipped": self.skipped,
         }
 
     @torch.no_grad()
@@ -185,7 +198,8 @@ class DistributedOptimizer:
         self.torch_optimizer.load_state_dict(state["optimizer"])
         for part, saved in zip(self.slices, state["masters"], strict=True):
             part.flat.copy_(saved)
-            self._share(part)
+        self._publisher.share(self.slices)
+        self.skipped = int(state["skipped"])
 
     def _layout(self) -> list[tuple[int, str, int, int]]:
         return [(s.bucket.number, p.fqn, p.start, p.stop) for s in self.slices for p in s.pieces]
@@ -220,19 +234,6 @@ def _check_patterns(patterns: tuple[str, ...] | list[str], names: list[str]) -> 
             f"{FUNCTION}: no_decay: expected every pattern to match a trainable weight, got none "
             f"for {idle}. The weights are {names[:8]}."
         )
-
-
-def _master_slice(bucket: Bucket, model: DistributedDataParallel) -> MasterSlice:
-    own = bucket.own
-    flat = torch.zeros(own.stop - own.start, dtype=torch.float32, device=bucket.flat.device)
-    pieces = []
-    for member in bucket.members:
-        start = max(member.offset, own.start) - own.start
-        stop = min(member.offset + member.numel, own.stop) - own.start
-        if start < stop:
-            master = nn.Parameter(flat[start:stop])
-            pieces.append(Piece(model.states[member.index].fqn, start, stop, master))
-    return MasterSlice(bucket, flat, tuple(pieces))
 
 
 def _param_groups(

@@ -209,9 +209,20 @@ class ReadyLedger:
                     self.dispatch(bucket)
 
     def settle(self, index: int, *, declared: bool = True) -> None:
-        """One contribution of the weight stands in main_grad; a region had declared it, or not."""
-        self._weights[index].owed -= declared
-        self._weights[index].contributed = True
+        """One contribution of the weight stands in main_grad; a region had declared it, or not.
+
+        Raises:
+            RuntimeError: its bucket has left, so what was declared was too little.
+        """
+        weight = self._weights[index]
+        if self.dispatched[weight.bucket]:
+            raise RuntimeError(
+                f"{weight.name}: expected all of its occurrences before bucket {weight.bucket} "
+                f"left, got one more after {weight.reports} report(s): its regions declared too "
+                "few. This is a fault of gtpgraph; report it with the plan."
+            )
+        weight.owed -= declared
+        weight.contributed = True
 
     def settle_eager(self, index: int, *, sync: bool) -> None:
         """An eager contribution is about to be added.

@@ -42,7 +42,10 @@ from gtpgraph.parallel.shard_spec import (
     successor,
 )
 
-__all__ = ["ShardedModule", "original_type", "swap_class", "unswapped"]
+__all__ = ["PUBLISH_ATTRIBUTE", "ShardedModule", "original_type", "swap_class", "unswapped"]
+
+# On a shard whose update is still on its way: call it before the shard is read.
+PUBLISH_ATTRIBUTE = "_gtp_publish"
 
 # Functions, by name, that read a weight to write into it; on a gathered copy that would be lost.
 # Nothing else tells them apart: an in-place write under no_grad leaves no trace to act on.
@@ -81,6 +84,9 @@ def _eager_read(module: nn.Module, name: str) -> Tensor:
         return shard
     if reader.co_name in _WRITERS:
         _refuse_writer(module, name, reader.co_name)
+    publish = shard.__dict__.get(PUBLISH_ATTRIBUTE)
+    if publish is not None:
+        publish()
     if tuple(shard.shape) != spec.shard_shape:
         raise RuntimeError(
             f"{type(module).__name__}.{name}: expected a shard of {spec.shard_shape} (of a weight "

@@ -102,8 +102,8 @@ def _groups_or_local(groups: ProcessGroups | None) -> ProcessGroups:
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
             "shard: expected groups=ProcessGroups(...), got None while torch.distributed is "
-            "initialised. Remedy: pass ProcessGroups.from_mesh(mesh), or ProcessGroups.local() for a "
-            "model of one rank"
+            "initialised. Remedy: pass ProcessGroups.from_mesh(mesh), or ProcessGroups.local() for "
+            "a model of one rank"
         )
     return ProcessGroups.local()
 

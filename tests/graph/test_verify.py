@@ -386,13 +386,19 @@ def test_all_violations_come_in_one_message(good: Checked) -> None:
         verify(g, "r7")
 
 
-def test_coalesced_uses_owe_one_accumulate(good: Checked) -> None:
-    g = t.copied(good)
-    erase(g, find(g, ACCUMULATE, "a.weight")[1])
-    seen: set[str] = set()
-    kept = [o for o in g.occurrences if not (o.weight in seen or seen.add(o.weight))]
-    assert violations(replace(g, occurrences=kept, coalesced=True)) == []
-    assert rules(replace(g, occurrences=kept)) == {"V01", "V05"}
+def test_coalesced_uses_owe_one_accumulate_of_all_their_wgrads() -> None:
+    with t.fake_ranks(2, 2) as groups:
+        c = t.compiled(Net(), torch.randn(4, 8), groups=groups, coalesce=True)
+    (g,) = c.checked
+    assert violations(g) == []
+    assert rules(replace(g, coalesced=False)) == {"V01", "V05"}
+    broken = t.copied(g)
+    (add,) = [
+        n for n in t.targets(broken.graph, t.ADD) if find(broken, REDUCE_SCATTER)[-1] in n.users
+    ]
+    add.replace_all_uses_with(add.args[0])
+    broken.graph.erase_node(add)
+    assert rules(broken) == {"V01"}
 
 
 @pytest.mark.parametrize(

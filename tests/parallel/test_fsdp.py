@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,9 +159,7 @@ def tensor_parallel(rank: int, world: int) -> tuple[Any, ...]:
 
 @pytest.mark.dist
 def test_with_a_tp_group_no_group_is_made(ranks4: RankPool) -> None:
-    for rank, (seen, gradient, ranks) in enumerate(
-        ranks4.run(tensor_parallel, timeout_s=LIMIT_S)
-    ):
+    for rank, (seen, gradient, ranks) in enumerate(ranks4.run(tensor_parallel, timeout_s=LIMIT_S)):
         assert seen == []
         assert ranks == [rank % 2, rank % 2 + 2]
         assert torch.equal(gradient, torch.full((4, 4), rank % 2 + 2.0))  # mean over dp alone
@@ -214,14 +213,14 @@ def refuse(rank: int, world: int) -> list[str]:
 
 
 REFUSALS = [
-    r"expected gtp = 1 and expert gtp = 1, .*dense models included; got gtp \(process groups\) = 2, "
-    r"expt_gtp \(process groups\) = 2\. Remedy",
+    r"expected gtp = 1 and expert gtp = 1, .*dense models included; "
+    r"got gtp \(process groups\) = 2, expt_gtp \(process groups\) = 2\. Remedy",
     r"got gtp \(configuration\) = 2\. Remedy",
     r"got expert_gtp \(configuration\) = 4\. Remedy",
     r"got expt_gtp \(process groups\) = 2\. Remedy",
     r"got weights cut by shard\(\) = 2\. Remedy",
-    r"- dp: not set \(UNSET\), needed by every model\n.*- tp: not set .*tp=1 says that there is none"
-    r".*\n.*- ep: not set .*expert weights\n.*- expt_dp: not set .*expert weights",
+    r"- dp: not set \(UNSET\), needed by every model\n.*- tp: not set .*tp=1 says that there "
+    r"is none.*\n.*- ep: not set .*expert weights\n.*- expt_dp: not set .*expert weights",
     r"- dp: not set \(UNSET\), needed by every model\nRemedy",
     r"tp: expected a group of 2 ranks, as configured, got one of 1",
     r"units: expected every pattern to match a module, got none for \['\*\.block'\]",
@@ -231,8 +230,6 @@ REFUSALS = [
 
 @pytest.mark.dist
 def test_refusals_come_before_anything_is_communicated_or_changed(ranks4: RankPool) -> None:
-    import re
-
     texts = ranks4.run(refuse, timeout_s=LIMIT_S)[0]
     assert len(texts) == len(REFUSALS)
     for text, pattern in zip(texts, REFUSALS, strict=True):
@@ -241,7 +238,7 @@ def test_refusals_come_before_anything_is_communicated_or_changed(ranks4: RankPo
 
 
 def test_one_process_needs_torch_distributed_too() -> None:
-    with pytest.raises(ValueError, match="expected torch.distributed to be initialised"):
+    with pytest.raises(ValueError, match=r"expected torch\.distributed to be initialised"):
         fully_shard_v1(nn.Linear(2, 2), gg.ProcessGroups.local())
 
 

@@ -30,11 +30,12 @@ NAMED = {
     ),
     "deduplicate": (
         Named(f"{READINESS}captured_ready_counts_equal_the_eager_ones[mtp alone]", "embed.weight"),
-        Named(f"{COUNTING}k02_order_and_multiplicity_survive_the_grouping", "a.weight"),
+        Named(f"{COUNTING}k01_a_weight_used_twice_reports_twice_and_its_bucket_leaves", "a.weight"),
+        Named(f"{COUNTING}k02_order_and_multiplicity_survive_the_grouping", "got one more after"),
         Named(
             f"{READINESS}gradients_are_those_of_plain_pytorch_on_the_concatenated_batch"
             "[mtp gtp1 x dp2]",
-            "largest relative error",
+            "declared too few",
         ),
     ),
     "drop-chain-filter": (
