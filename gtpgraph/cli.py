@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="gtpgraph",
         description="Readiness of gradients as part of a model's captured backward graph.",
     )
-    parser.add_argument("--version", action="version", version=metadata.version("gtpgraph"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_compile(commands)
@@ -58,6 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="show the Python traceback of an error"
         )
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gtpgraph")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"
 
 
 _Commands = argparse._SubParsersAction  # argparse has no public name for it

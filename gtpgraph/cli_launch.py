@@ -68,7 +68,7 @@ class Job:
 
     def collect(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank; a collective over the model's ranks."""
-        if self.groups is None or self.config.where == "fake":
+        if self.groups is None or self.groups.model is None or self.config.where == "fake":
             return [value]
         values: list[Any] = [None] * self.config.ranks
         dist.all_gather_object(values, value, group=self.groups.group("model"))

@@ -156,6 +156,21 @@ def reduce_launch(
     return out, work
 
 
+def exchange_launch(
+    wgrad: Tensor, shard_rows: int, group_name: str
+) -> tuple[Tensor, dist.Work | None]:
+    """Start sending every rank its rows of ``wgrad`` ``[rows, *rest]``; pair with ``work.wait()``.
+
+    Returns ``[n, shard_rows * prod(rest)]``, row r from rank r, in wgrad's dtype: what
+    ``gtpgraph::shard_reduce`` sums in fp32.
+    """
+    group = resolve_group(group_name)
+    chunks = pad_rows(wgrad.detach(), group.size() * shard_rows).view(group.size(), -1)
+    out = torch.empty_like(chunks)
+    work = dist.all_to_all_single(out, chunks, group=group, async_op=True)
+    return out, work
+
+
 def _gather_impl(shard: Tensor, rows: int, group_name: str) -> Tensor:
     out, work = gather_launch(shard, group_name)
     if work is not None:

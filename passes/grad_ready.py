@@ -27,6 +27,9 @@ from gtpgraph.graph.sites import WgradSite, output_leaves, output_node
 from gtpgraph.passes.edit import PassResult, add_placeholder, call, finish
 
 ACCUMULATE = torch.ops.gtpgraph.accumulate.default
+# The same with the sum over ranks fused in: reads the chunks that an exchange delivered.
+SHARD_REDUCE = torch.ops.gtpgraph.shard_reduce.default
+ACCUMULATES = (ACCUMULATE, SHARD_REDUCE)
 GRAD_READY = torch.ops.gtpgraph.grad_ready.default
 BUCKET_REDUCE = torch.ops.gtpgraph.bucket_reduce.default
 

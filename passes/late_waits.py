@@ -16,8 +16,8 @@ from itertools import pairwise
 from torch import fx
 
 from gtpgraph.passes.edit import PassResult, finish
-from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
-from gtpgraph.passes.lower_collectives import REDUCE_SCATTER, WAIT
+from gtpgraph.passes.grad_ready import ACCUMULATES, GRAD_READY
+from gtpgraph.passes.lower_collectives import EXCHANGE, REDUCE_SCATTER, WAIT
 
 Unit = list[fx.Node]
 
@@ -31,7 +31,7 @@ def find_units(graph: fx.Graph) -> dict[fx.Node, Unit]:
     units: dict[fx.Node, Unit] = {}
     claimed: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is not ACCUMULATE:
+        if node.target not in ACCUMULATES:
             continue
         wgrad = node.args[1]
         unit = [node, *(u for u in node.users if u.target is GRAD_READY)]
@@ -43,10 +43,10 @@ def find_units(graph: fx.Graph) -> dict[fx.Node, Unit]:
 
 
 def _is_own_wait(node: fx.Node) -> bool:
-    if node.target is not WAIT or any(u.target is not ACCUMULATE for u in node.users):
+    if node.target is not WAIT or any(u.target not in ACCUMULATES for u in node.users):
         return False
     launch = node.args[0]
-    return isinstance(launch, fx.Node) and launch.target is REDUCE_SCATTER
+    return isinstance(launch, fx.Node) and launch.target in (REDUCE_SCATTER, EXCHANGE)
 
 
 def late_waits_pass(gm: fx.GraphModule, *, depth: int = 1) -> PassResult:

@@ -4,6 +4,8 @@ In: a forward or backward graph with `gtpgraph::gather` and `gtpgraph::reduce`. 
 
     gather(shard, rows, g)      all_gather_into_tensor(shard, n, g) -> wait_tensor -> slice to rows
     reduce(wgrad, rows, g)      pad -> cast to wire dtype -> reduce_scatter_tensor -> wait_tensor
+    with a 16-bit wire          pad -> cast -> all_to_all_single -> wait_tensor, and accumulates that
+                                read it become shard_reduces, which sum the chunks in fp32
 
 torch's functional collectives are used, which Inductor schedules as such. Over a group of one both
 disappear: the shard is the weight, the wgrad is the contribution. The cast is made only where every
@@ -20,10 +22,12 @@ from torch import fx
 from gtpgraph.graph.sites import is_gather, is_reduce
 from gtpgraph.kernels.comm import group_size
 from gtpgraph.passes.edit import PassResult, call, finish
+from gtpgraph.passes.grad_ready import ACCUMULATE, SHARD_REDUCE
 
 _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+EXCHANGE = _c10d.all_to_all_single.default
 WAIT = _c10d.wait_tensor.default
 _aten = torch.ops.aten
 
@@ -79,7 +83,7 @@ def _lower_reduce(
         wgrad = _like(node, call(graph, fake_mode, _aten.constant_pad_nd.default, wgrad, pads, 0.0))
     if not group:
         return wgrad
-    only_accumulated = all(u.target is torch.ops.gtpgraph.accumulate.default for u in node.users)
+    only_accumulated = all(u.target is ACCUMULATE for u in node.users)
     if wire_dtype is not None and wire_dtype != val.dtype and only_accumulated:
         cast = torch.ops.prims.convert_element_type.default
         wgrad = _like(node, call(graph, fake_mode, cast, wgrad, wire_dtype))
@@ -91,8 +95,30 @@ def _lower_reduce(
                 memory_format=torch.contiguous_format,
             ),
         )  # fmt: skip
+    if wire_dtype is not None and wire_dtype.itemsize < 4 and only_accumulated and node.users:
+        return _exchange(graph, fake_mode, node, wgrad, size, group)
     launch = _like(node, call(graph, fake_mode, REDUCE_SCATTER, wgrad, "sum", size, group))
     return _like(node, call(graph, fake_mode, WAIT, launch))
+
+
+def _exchange(
+    graph: fx.Graph, fake_mode: Any, node: fx.Node, wgrad: fx.Node, size: int, group: str
+) -> fx.Node:
+    """Send every rank its chunk and let the accumulates sum what arrives, in fp32."""
+    chunks = _like(node, call(graph, fake_mode, _aten.view.default, wgrad, [size, -1]))
+    ones = [1] * size
+    launch = _like(node, call(graph, fake_mode, EXCHANGE, chunks, ones, ones, group))
+    received = _like(node, call(graph, fake_mode, WAIT, launch))
+    for user in list(node.users):
+        flat, _, beta, slot, offset, scale, first = user.args
+        with graph.inserting_before(user):
+            fused = call(
+                graph, fake_mode, SHARD_REDUCE, flat, received, beta, slot, offset, scale, first
+            )
+        fused.meta.update({k: v for k, v in user.meta.items() if k != "val"})
+        user.replace_all_uses_with(fused)
+        graph.erase_node(user)
+    return received
 
 
 def _like(old: fx.Node, new: fx.Node) -> fx.Node:

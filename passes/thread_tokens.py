@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from gtpgraph.passes.edit import PassResult, finish
-from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY
+from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, GRAD_READY
 
 
 def thread_tokens_pass(gm: fx.GraphModule) -> PassResult:
@@ -18,10 +18,10 @@ def thread_tokens_pass(gm: fx.GraphModule) -> PassResult:
     previous: fx.Node | None = None
     links = 0
     for node in gm.graph.nodes:
-        if node.target is ACCUMULATE:
+        if node.target in ACCUMULATES:
             if previous is not None and node.kwargs.get("after") is not previous:
                 node.kwargs = {**node.kwargs, "after": previous}
                 links += 1
-        if node.target in (ACCUMULATE, GRAD_READY, BUCKET_REDUCE):
+        if node.target in (*ACCUMULATES, GRAD_READY, BUCKET_REDUCE):
             previous = node
     return finish(gm, {"tokens": links})

@@ -67,6 +67,12 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def torchrun(ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(ranks), "-m", "gtpgraph", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *args: str, status: int = 2) -> str:
     """The one message of a command that must fail; nothing on stdout, no traceback."""
     assert main(list(args)) == status
@@ -145,9 +151,7 @@ class TestInspect:
 
     @pytest.mark.dist
     def test_under_torchrun_the_environment_is_used(self, factory: str) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command = ["-m", "gtpgraph", "inspect", f"{factory}:build", "--format", "json"]
-        done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=240)
+        done = torchrun(2, "inspect", f"{factory}:build", "--format", "json")
         assert done.returncode == 0, done.stderr
         assert HookPlan.from_json(done.stdout).world["gtp"] == 2  # and one rank alone printed
 
@@ -204,6 +208,16 @@ class TestBench:
         job = ["bench", f"{factory}:different", "--lowering", "eager", "--steps", "2"]
         text = refused(capsys, *job, status=1)
         assert "expected equal gradients in modes eager, compiled" in text and "dropout" in text
+
+    @pytest.mark.dist
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_under_torchrun(self, factory: str, ranks: int) -> None:
+        job = ["bench", f"{factory}:build", "--modes", "eager", "--steps", "2", "--json"]
+        done = torchrun(ranks, *job)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [row["suite"] for row in rows] == ["steps", "compile"]
+        assert rows[0]["conditions"]["world"] == {"dp": 1, "gtp": ranks}
 
     def test_captured_needs_a_device(
         self, factory: str, capsys: pytest.CaptureFixture[str]

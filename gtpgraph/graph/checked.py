@@ -10,7 +10,7 @@ from torch import fx
 
 from gtpgraph.graph.plan import Occurrence
 from gtpgraph.passes.grad_ready import Place
-from gtpgraph.passes.lower_collectives import REDUCE_SCATTER, WAIT, is_launch
+from gtpgraph.passes.lower_collectives import EXCHANGE, REDUCE_SCATTER, WAIT, is_launch
 from gtpgraph.passes.snapshot import Snapshot
 
 _ADD = torch.ops.aten.add.Tensor
@@ -94,7 +94,7 @@ def group_of(node: object) -> str:
         node = node.args[0]
     if isinstance(node, fx.Node) and node.target is WAIT:
         launch = node.args[0]
-        if isinstance(launch, fx.Node) and launch.target is REDUCE_SCATTER:
+        if isinstance(launch, fx.Node) and launch.target in (REDUCE_SCATTER, EXCHANGE):
             return str(launch.args[3])
     return ""
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from gtpgraph.graph.driver import Driver
-from gtpgraph.parallel.buckets import Bucket, Member
+from gtpgraph.parallel.buckets import Bucket, Member, add_contribution
 from gtpgraph.parallel.ready import RegionCalls, ReplayCounts, Report
 from gtpgraph.parallel.weights import WeightState
 
@@ -102,9 +101,7 @@ class Recording:
         seen = self._seen.setdefault(bucket.number, set())
         beta = self._static_beta(bucket)
         first = member.slot not in seen
-        torch.ops.gtpgraph.accumulate(
-            bucket.flat, wgrad, beta, member.slot, member.offset, scale, first
-        )
+        add_contribution(bucket.flat, wgrad, beta, member, scale, first)
         seen.add(member.slot)
 
     def _static_beta(self, bucket: Bucket) -> Tensor:

@@ -27,15 +27,15 @@ from gtpgraph.graph.checked import (
 )
 from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import output_node
-from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY
-from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, is_launch
+from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, GRAD_READY
+from gtpgraph.passes.lower_collectives import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, WAIT, is_launch
 
-_OURS = (ACCUMULATE, GRAD_READY, BUCKET_REDUCE)
+_OURS = (*ACCUMULATES, GRAD_READY, BUCKET_REDUCE)
 
 
 def _v01(g: Checked) -> Iterator[str]:
     found: dict[str, list[fx.Node]] = {}
-    for node in g.nodes(ACCUMULATE):
+    for node in g.nodes(*ACCUMULATES):
         weight = g.weight_at(node)
         if weight is not None:
             found.setdefault(weight.fqn, []).append(node)
@@ -73,7 +73,7 @@ def _one_wgrad(node: object, names: Sequence[str]) -> list[str]:
 
 def _v02(g: Checked) -> Iterator[str]:
     weights = {o.site: o.weight for o in g.occurrences}
-    for node in g.nodes(ACCUMULATE):
+    for node in g.nodes(*ACCUMULATES):
         ready = [u for u in node.users if u.target is GRAD_READY]
         if len(ready) != 1 or ready[0].args[0] is not node.args[0]:
             yield f"{node}: expected one grad_ready on its token and buffer, got {ready}"
@@ -83,12 +83,12 @@ def _v02(g: Checked) -> Iterator[str]:
             yield f"{node}: expected a grad_ready of {weight.fqn}, got {ready[0]} of {said}"
     for node in g.nodes(GRAD_READY):
         before = node.args[2]
-        if not (isinstance(before, fx.Node) and before.target is ACCUMULATE):
+        if not (isinstance(before, fx.Node) and before.target in ACCUMULATES):
             yield f"{node}: expected the token of its accumulate, got {before}"
 
 
 def _v03(g: Checked) -> Iterator[str]:
-    for node in g.nodes(ACCUMULATE):
+    for node in g.nodes(*ACCUMULATES):
         weight = g.weight_at(node)
         if weight is None:
             yield f"{node}: writes {node.args[0]} at {node.args[4]}, no weight's main_grad"
@@ -109,7 +109,7 @@ def _v04(g: Checked) -> Iterator[str]:
     for occurrence in g.occurrences:
         if occurrence.chain != GRAPHED or occurrence.weight in names:
             yield f"{occurrence.weight}: UNGRAPHED, but occurrence {occurrence.site} of the plan"
-    for node in g.nodes(ACCUMULATE):
+    for node in g.nodes(*ACCUMULATES):
         weight = g.weight_at(node)
         if weight is not None and weight.chain != GRAPHED:
             yield f"{weight.fqn}: UNGRAPHED, but accumulated at {node}"
@@ -150,7 +150,7 @@ def _v07(g: Checked) -> Iterator[str]:
     for node in (n for n in g.graph.nodes if is_launch(n)):
         parts = [u for u in node.users if u.target is operator.getitem] or [node]
         readers = [u for part in parts for u in part.users]
-        ours = node.target in (REDUCE_SCATTER, ALL_GATHER)
+        ours = node.target in (REDUCE_SCATTER, EXCHANGE, ALL_GATHER)
         if any(u.target is not WAIT for u in readers) or (ours and len(readers) != 1):
             yield f"{node}: expected one wait as its only reader, got {readers}"
     for node in g.nodes(WAIT):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gtpgraph import compat
-from gtpgraph.kernels.ops import accumulate
+from gtpgraph.kernels.ops import accumulate, shard_reduce
 from gtpgraph.parallel.reduction import NoReduction, Reduction, choose_reduction
 from gtpgraph.parallel.streams import Fence
 from gtpgraph.parallel.user_buffers import UserBuffers
@@ -52,6 +52,14 @@ class Member:
     offset: int
     numel: int
     shape: tuple[int, ...]
+
+
+def add_contribution(
+    flat: Tensor, wgrad: Tensor, beta: Tensor, member: Member, scale: float, first: bool
+) -> None:
+    """Add a contribution of the member's shape, or the sum of chunks [ranks, numel], to `flat`."""
+    add = accumulate if wgrad.numel() == member.numel else shard_reduce
+    add(flat, wgrad, beta, member.slot, member.offset, scale, first)
 
 
 @dataclass(eq=False)
@@ -86,7 +94,6 @@ class Bucket:
             self.side.group,
             self.share,
             wire=self.wire_dtype,
-            dtype=self.flat.dtype,
             everywhere=self.reduce == "all_reduce",
         )
 
@@ -109,9 +116,12 @@ class Bucket:
         return self.flat[member.offset : member.offset + member.numel].view(member.shape)
 
     def add(self, member: Member, wgrad: Tensor, scale: float) -> None:
-        """Finalise one eager contribution: ``main = beta * main + scale * wgrad``."""
+        """Finalise one eager contribution: ``main = beta * main + scale * wgrad``.
+
+        `wgrad` has the weight's local shape, or is [ranks, numel]: chunks to be summed in fp32.
+        """
         first = not self.filled[member.slot]
-        accumulate(self.flat, wgrad, self.zeros, member.slot, member.offset, scale, first)
+        add_contribution(self.flat, wgrad, self.zeros, member, scale, first)
         self.fill(member)
 
     def fill(self, member: Member) -> None:
@@ -143,7 +153,7 @@ class Bucket:
             self.reduction.start(self.flat)
 
     def wait_reduce(self) -> None:
-        """Wait for the reduction; afterwards the owned slice holds the sum. Harmless without one."""
+        """Wait for the reduction, if any; afterwards the owned slice holds the sum."""
         self.fence.join()
         self.reduction.finish(self.flat)
 
@@ -246,8 +256,8 @@ def _build(
 
 
 def is_shared(param: nn.Parameter) -> bool:
-    """Whether pipeline stages share the weight: they add up slices, so its place must be the same on
-    each, which only a bucket to itself gives."""
+    """Whether pipeline stages share the weight: they add up slices, so its place must be the same
+    on each, which only a bucket to itself gives."""
     marks = ("shared_embedding", "shared_position_embedding")
     return any(getattr(param, mark, False) for mark in marks)
 

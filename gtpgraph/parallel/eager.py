@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gtpgraph.kernels.comm import pad_rows, reduce_launch
+from gtpgraph.kernels.comm import exchange_launch, pad_rows, reduce_launch
 
 if TYPE_CHECKING:
     from gtpgraph.parallel.data_parallel import DistributedDataParallel
@@ -33,7 +33,8 @@ EAGER_DEPTH = 1  # contributions in flight before the oldest is finalised
 
 @dataclass(frozen=True)
 class Pending:
-    """A launched reduction: `result` [shard_rows, *rest] is valid after `work` is waited for.
+    """A launched reduction: `result` is valid after `work` is waited for: [shard_rows, *rest],
+    or the chunks [ranks, shard numel] of an exchange.
 
     `declared`: the contribution left a region, whose forward call has announced it.
     """
@@ -108,6 +109,12 @@ class EagerQueue:
         )
 
 
+def is_exchange(state: WeightState) -> bool:
+    """Whether the reduction arrives as chunks of all ranks: a 16-bit wire, with fp32 sums."""
+    sharded = state.spec is not None and bool(state.spec.group_name)
+    return sharded and state.gtp_wire_dtype.itemsize < 4
+
+
 def launch(state: WeightState, wgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
     """Start a wgrad's GTP reduction, in the wire dtype; an ordinary weight's needs none."""
     if state.spec is None:
@@ -115,4 +122,6 @@ def launch(state: WeightState, wgrad: Tensor) -> tuple[Tensor, dist.Work | None]
     if not state.spec.group_name:
         return pad_rows(wgrad.detach(), state.spec.shard_rows), None
     wire = wgrad.to(state.gtp_wire_dtype)
+    if is_exchange(state):
+        return exchange_launch(wire, state.spec.shard_rows, state.spec.group_name)
     return reduce_launch(wire, state.spec.shard_rows, state.spec.group_name)

@@ -130,6 +130,8 @@ def fully_shard_v1(
             unit = fully_shard(module, mesh=mesh, **options)
             # An expert has seen the tokens of its ep peers as well: the mean is over all of dp.
             unit.set_gradient_divide_factor(float(found.size(data)))
+            if "nccl" not in str(dist.get_backend(mesh.get_group())):
+                unit.set_force_sum_reduction_for_comms(True)  # only NCCL scales while it reduces
             sharded.append(unit)
     for module in [*(model.get_submodule(name) for name in names), model]:
         if not isinstance(module, FSDPModule):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gtpgraph.parallel.buckets import Bucket
 from gtpgraph.parallel.weights import WeightState
 
-__all__ = ["MasterSlice", "Piece", "master_slice"]
+__all__ = ["MasterSlice", "Piece", "master_slice", "whole_numel", "whole_shape"]
 
 
 @dataclass(frozen=True)
@@ -101,3 +101,8 @@ def master_slice(bucket: Bucket, states: list[WeightState]) -> MasterSlice:
             )
         )  # fmt: skip
     return MasterSlice(bucket, flat, tuple(pieces))
+
+
+def whole_numel(state: WeightState) -> int:
+    """Elements of the whole weight."""
+    return prod(whole_shape(state))

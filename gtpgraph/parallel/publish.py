@@ -9,7 +9,7 @@ latest when somebody reads them::
 With `overlap` the weights of a bucket of GTP weights are published by their first reader: each one
 carries `PUBLISH_ATTRIBUTE` until then, which a sharded module's property calls before it gathers.
 Compiled and captured forwards, which gather ahead, state dicts and `close` publish everything
-before they start. Buckets of ordinary weights, which a module reads without any sign, are never late.
+before they start. Buckets of ordinary weights, which are read without any sign, are never late.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Report:
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """What one replay of a graph reports: (weight, eager reports, declared reports) for each weight,
-    and its buckets in the order of their last occurrences."""
+    """What one replay of a graph reports: (weight, eager reports, declared reports) for each
+    weight, and its buckets in the order of their last occurrences."""
 
     weights: tuple[tuple[int, int, int], ...]
     buckets: tuple[int, ...]
@@ -240,8 +240,8 @@ class ReadyLedger:
             raise RuntimeError(
                 f"{weight.name}: expected {weight.reports if expected is None else expected} eager "
                 f"finalisation(s) in this step ({why}), got one more. Run all but the last "
-                "backward under no_sync(), or call forget_ready_counts() when the model's use of its "
-                "weights has changed."
+                "backward under no_sync(), or call forget_ready_counts() when the model uses its "
+                "weights differently now."
             )
         weight.contributed = True
 

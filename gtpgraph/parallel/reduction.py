@@ -1,11 +1,11 @@
 """How a bucket travels: the collective behind "reduce this bucket", chosen once per bucket.
 
 In: a flat buffer whose contributions stand. Out: the sum over the bucket's group, in the slice that
-this rank owns (or everywhere). Sums are made in grad_dtype whatever is on the wire::
+this rank owns (or everywhere). Sums are made in fp32 whatever is on the wire::
 
-    wire == grad_dtype   reduce_scatter (or all_reduce) in place
-    wire narrower        cast -> all_to_all -> shard_reduce: every rank adds the chunks it received in
-                         fp32 and stores them into its own slice, in one pass and without a temporary
+    fp32 wire    reduce_scatter (or all_reduce) in place
+    16-bit wire  cast -> all_to_all -> shard_reduce: every rank adds the chunks it received in fp32
+                 and stores them into its own slice, in one pass and without a temporary
 """
 
 from __future__ import annotations
@@ -108,15 +108,14 @@ def choose_reduction(
     own: slice,
     *,
     wire: torch.dtype,
-    dtype: torch.dtype,
     everywhere: bool,
 ) -> Reduction:
-    """The reduction of a bucket of `dtype` over `group` (None: one rank).
+    """The reduction of a bucket over `group` (None: one rank) with `wire` on the wire.
 
     `own` is this rank's slice of the flat buffer; `everywhere` asks for the sum on all ranks.
     """
     if group is None:
         return NoReduction()
-    if wire != dtype and wire.itemsize < dtype.itemsize:
+    if wire.itemsize < 4:
         return NarrowWire(group, own, wire, everywhere=everywhere)
     return InPlace(group, own, everywhere=everywhere)

@@ -2,7 +2,7 @@
 
 In: tensors that autograd saves during an eager forward. Out: the same values in the backward. Left
 alone, autograd keeps every gathered weight from its use to its backward, which undoes the sharding.
-A gathered weight or a view of it (``weight.t()``) is replaced by (shard, view geometry) and gathered
+A gathered weight or a view of it (``weight.t()``) is replaced by (shard, geometry) and gathered
 once more when its backward asks for it. Casts are values of their own and are kept (autocast).
 """
 

@@ -137,7 +137,7 @@ def _replicas(groups: ProcessGroups) -> int:
 
 
 def is_expert(param: nn.Parameter, spec: ShardSpec | None) -> bool:
-    """Whether a weight belongs to an expert: its shard says so, or Megatron's `allreduce = False`."""
+    """Whether a weight is an expert's: its shard says so, or Megatron's `allreduce = False`."""
     return getattr(param, "allreduce", True) is False or (spec is not None and spec.expert)
 
 

@@ -1,8 +1,8 @@
 """Which reduction may start when: events between computing streams and the communication stream.
 
 In: marks left by whoever wrote to a bucket (an eager accumulate, a replayed graph). Out: a stream
-on which the bucket's reduction may be launched. On a CPU everything is in order already and all of it
-does nothing.
+on which the bucket's reduction may be launched. On a CPU everything is in order already and all
+of it does nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpgraph.parallel.ready import ReadyLedger, RegionCalls
+from gtpgraph.parallel.ready import ReadyLedger, RegionCalls, ReplayCounts
 
 
 class Ledger(ReadyLedger):
@@ -446,13 +446,13 @@ class Watched(Ledger):
 
 
 @settings(max_examples=150, deadline=None)
-@given(programs())
-def test_against_a_naive_model(program: Program) -> None:
+@given(programs(), st.booleans())
+def test_against_a_naive_model(program: Program, ordered: bool) -> None:
     """Twice the same step. No bucket leaves before its last contribution; in the second step each
-    bucket whose weights all report leaves exactly at the last of those reports; faults are the
-    weights that nothing reached."""
-    made = Watched(*((f"w{k}", b, gtp) for k, (b, gtp) in enumerate(program.weights)))
-    made = _resized(made, program)
+    bucket whose weights all report leaves exactly at the last of those reports (ordered: behind all
+    lower ones); faults are the weights that nothing reached."""
+    made = _resized(program)
+    made.ordered = ordered
     program.regions = [region(f"r{k}", sites) for k, sites in enumerate(program.sites)]
     for each in program.regions:
         made.declare(each)
@@ -475,7 +475,7 @@ def test_against_a_naive_model(program: Program) -> None:
             _check_departures(made, program, reports)
 
 
-def _resized(made: Watched, program: Program) -> Watched:
+def _resized(program: Program) -> Watched:
     """Buckets are numbered without gaps: the ones that drew no weight are dropped."""
     used = sorted({b for b, _ in program.weights})
     program.weights = [(used.index(b), gtp) for b, gtp in program.weights]
@@ -492,6 +492,9 @@ def _check_departures(made: Watched, program: Program, reports: Counter[int]) ->
         for _ in range(count)
     ] + list(eager)
     left = dict(made.log)
+    if made.ordered:
+        assert [b for b, _ in made.log] == list(range(program.num_buckets))
+        return
     for bucket in range(program.num_buckets):
         members = [w for w, (b, _) in enumerate(program.weights) if b == bucket]
         if all(reports[w] for w in members):
@@ -499,3 +502,47 @@ def _check_departures(made: Watched, program: Program, reports: Counter[int]) ->
             assert left[bucket] == last, (bucket, made.log, order)
         else:
             assert left[bucket] == len(order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_a_replay_counts_like_its_occurrences_one_by_one(
+    occurrences: list[tuple[int, bool]], ordered: bool
+) -> None:
+    """(weight, declared by a region): reported in bulk or one at a time, three steps alike."""
+    sites = Counter(w for w, declared in occurrences if declared)
+    totals = Counter(occurrences)
+    last = {w % 2: k for k, (w, _) in enumerate(occurrences)}
+    counts = ReplayCounts(
+        tuple(
+            (w, totals.get((w, False), 0), totals.get((w, True), 0))
+            for w in {w for w, _ in occurrences}
+        ),
+        tuple(sorted(last, key=last.__getitem__)),
+    )
+    ledgers = []
+    for bulk in (False, True):
+        made = Ledger(*((f"w{k}", k % 2, True) for k in range(4)))
+        made.ordered = ordered
+        r = region("r0", dict(sites))
+        made.declare(r)
+        seen = []
+        for _ in range(3):
+            made.start()
+            if bulk:
+                made.enter_replay(counts, [r], sync=True)
+                made.report_replay(counts)
+            else:
+                made.region_forward(r)
+                made.region_backward(r, sync=True)
+                for w in (w for w, declared in occurrences if not declared):
+                    made.gathered(w)
+                for w, declared in occurrences:
+                    made.settle(w, declared=declared)
+                    made.report(w, captured=declared)
+            seen.append((made.finish(allow_unused=True), made.left, made.ready_counts()))
+        ledgers.append(seen[1:])
+    assert ledgers[0] == ledgers[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,157 +11,156 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gtpgraph
 from gtpgraph.by_path import module_at
 from gtpgraph.graph.sites import find_sites
-from gtpgraph.passes.coalesce import coalesce_pass
-from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
+from gtpgraph.graph.verify import violations
+from gtpgraph.kernels.readiness import recording
+from gtpgraph.passes.coalesce import coalesce_pass, find_coalescible
+from gtpgraph.passes.grad_ready import ACCUMULATE
 from gtpgraph.passes.lower_collectives import REDUCE_SCATTER
-from gtpgraph.passes.pipeline import rewrite_backward
-from gtpgraph.testing import max_error
+from gtpgraph.testing import RankPool, fp64_grads, max_error
 
 t = module_at("gtpgraph_graph_tools", str(Path(__file__).parents[1] / "graph" / "graph_tools.py"))
-CAST = torch.ops.prims.convert_element_type.default
-
-
-def coalesce(b: Any, request: Any) -> Any:
-    sites = find_sites(b.graph, request.weights, request.uses)
-    result = coalesce_pass(
-        b.gm, sites=sites, wire_dtype=request.wire_dtype, fake_mode=request.fake_mode
-    )
-    b.graph.lint()
-    return (*result, sites)
-
-
-def three_uses(dtype: torch.dtype = torch.float32) -> Any:
-    """w used three times, v once, an ordinary weight once."""
-    b = t.Backward()
-    x = b.input(4, 4, dtype=dtype)
-    wgrads = [b.call(t.MUL, x, float(k + 1)) for k in range(3)]
-    parts = [b.reduce(w, seq_nr=k) for k, w in enumerate(wgrads)]
-    total = b.call(t.ADD, b.call(t.ADD, parts[0], parts[1]), parts[2])
-    b.returns({0: total, 1: b.reduce(b.call(t.MM, x, x)), 2: b.call(t.MUL, x, 9.0)})
-    return b, {0: ("w", True), 1: ("v", True), 2: ("norm", False)}
-
-
-def test_one_sum_where_the_last_one_stood() -> None:
-    b, weights = three_uses()
-    result, kept, sites = coalesce(b, b.request(weights))
-    assert result.counts == {"coalesced": 3, "reduces": 1}
-    assert [(s.weight.fqn, s.summed) for s in kept] == [("w", 3), ("v", 1), ("norm", 1)]
-    assert kept[1:] == sites[3:]
-    order = list(b.graph.nodes)
-    last = sites[2].contribution
-    assert order.index(kept[0].contribution) == order.index(last) - 1
-
-
-def test_numbers_reports_and_reductions() -> None:
-    with t.one_rank() as groups:
-        for flag, launches in ((False, 4), (True, 2)):
-            b, weights = three_uses()
-            name = groups.group_name("gtp")
-            for node in t.targets(b.graph, t.REDUCE):
-                node.args = (*node.args[:2], name)
-            request = b.request(weights, depth=1)
-            request = replace(request, coalesce=flag)
-            inserted, snapshot = rewrite_backward(b.gm, request)
-            assert snapshot.lost == snapshot.changed == snapshot.misplaced == ()
-            assert len(t.targets(b.graph, REDUCE_SCATTER)) == launches
-            assert len(t.targets(b.graph, ACCUMULATE, GRAD_READY)) == 2 * (3 if flag else 5)
-            x = torch.randn(4, 4)
-            ran = t.run(b.gm, [x], 48)
-            assert ran.sites == list(range(len(inserted.sites)))
-            expected = torch.stack([x * 6, x @ x, x * 9])
-            assert max_error(ran.flat.view(3, 4, 4), expected) <= 1e-6
-
-
-def test_merged_contributions_are_summed_twice() -> None:
-    b = t.Backward()
-    x = b.input(4, 4)
-    n = b.reduce(b.call(t.MM, x, x))
-    b.returns({0: b.call(t.ADD, n, n), 1: n})
-    request = b.request({0: ("w1", True), 1: ("w2", True)})
-    request = replace(request, coalesce=True)
-    rewrite_backward(b.gm, request)
-    x = torch.randn(4, 4)
-    ran = t.run(b.gm, [x], 32)
-    assert ran.sites == [0, 1]
-    assert torch.equal(ran.flat.view(2, 4, 4), torch.stack([2 * (x @ x), x @ x]))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire", "casts"),
-    [
-        (torch.bfloat16, torch.float32, 3),
-        (torch.bfloat16, torch.bfloat16, 0),
-        (torch.bfloat16, None, 0),
-        (torch.float32, torch.bfloat16, 0),
-    ],
-)
-def test_summed_in_the_wider_of_both_dtypes(
-    dtype: torch.dtype, wire: torch.dtype | None, casts: int
-) -> None:
-    b, weights = three_uses(dtype)
-    _, kept, _ = coalesce(b, b.request(weights, wire_dtype=wire))
-    assert len(t.targets(b.graph, CAST)) == casts
-    wide = torch.promote_types(dtype, wire or dtype)
-    assert kept[0].contribution.meta["val"].dtype == wide
-
-
-def test_a_contribution_that_feeds_another_computation_stays() -> None:
-    """w1 + 2 * w2: the sum is a tap, the old reduce keeps its other reader."""
-    b = t.Backward()
-    x = b.input(4, 4)
-    one, two = b.reduce(b.call(t.MM, x, x)), b.reduce(b.call(t.MUL, x, x))
-    b.returns({0: b.call(t.ADD, one, two)}, b.call(t.MUL, one, 2.0))
-    request = b.request({0: ("w", True)})
-    request = replace(request, coalesce=True)
-    rewrite_backward(b.gm, request)
-    x = torch.randn(4, 4)
-    ran = t.run(b.gm, [x], 16)
-    assert torch.equal(ran.outputs[0], 2 * (x @ x))
-    assert max_error(ran.flat.view(4, 4), x @ x + x * x) <= 1e-6
-
-
-def test_near_misses_and_no_match_leave_the_graph_alone() -> None:
-    """One use; an ordinary weight with a sum of its own; nothing at all."""
-    b = t.Backward()
-    x = b.input(4, 4)
-    b.returns({0: b.reduce(x), 1: b.call(t.ADD, b.call(t.MUL, x, x), x)})
-    before, code = t.text(b.graph), b.gm.code
-    result, kept, sites = coalesce(b, b.request({0: ("w", True), 1: ("bias", False)}))
-    assert not result.modified and kept == sites
-    assert (t.text(b.graph), b.gm.code) == (before, code)
-
-
-def test_idempotent_for_the_sites_it_returns() -> None:
-    b, weights = three_uses()
-    request = b.request(weights)
-    _, kept, _ = coalesce(b, request)
-    before = t.text(b.graph)
-    result, again = coalesce_pass(b.gm, sites=kept, wire_dtype=None, fake_mode=b.mode)
-    assert not result.modified and again == kept and t.text(b.graph) == before
+h = module_at("gtpgraph_case_helpers", str(Path(__file__).parents[1] / "cases" / "helpers.py"))
 
 
 class Tied(nn.Module):
+    """`head` is used three times, one of them through its alias; `norm` twice, `once` once."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.once, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.tail, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.tail.weight = self.head.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.b(self.a(self.b(self.a(x).tanh())).tanh())).square().mean()
+        x = torch.tanh(self.head(self.norm(self.once(x))))
+        return self.tail(torch.tanh(self.head(self.norm(x)))).square().mean()
 
 
-@pytest.mark.parametrize("group", ["one process", "a group"])
-def test_a_compiled_model_reports_once_a_weight(group: str) -> None:
-    model, x = Tied(), torch.randn(3, 8)
-    plain = copy.deepcopy(model)
-    plain(x).backward()
-    expected = {n: p.grad for n, p in plain.named_parameters()}
-    with t.one_rank() if group == "a group" else nullcontext() as groups:
-        c = t.compiled(model, x, groups=groups, coalesce=True)
-        assert max_error(c.train(x), expected) <= 1e-6
-    assert sorted(r.weight for r in c.wrapper.reports) == ["a.weight", "b.bias", "b.weight"]
-    occurrences = {o.weight: o for o in c.step.plan.regions[0].occurrences}
-    assert (occurrences["a.weight"].uses, occurrences["b.weight"].uses) == (3, 2)
-    assert occurrences["a.weight"].extra == {"coalesced": 3}
-    assert c.step.plan.ready_counts == {"a.weight": 1, "b.weight": 1, "b.bias": 1}
+class SameTwice(nn.Module):
+    """x @ W.T + b + x @ W.T: two equal contributions, which may be one node of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(8, 8, bias=False)
+        self.b = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w(x) + self.b + self.w(x)).square().mean()
+
+
+class TestPass:
+    def rewritten(self, model: nn.Module) -> Any:
+        return t.compiled(model, h.batch_of(0), coalesce=True)
+
+    @pytest.mark.parametrize("kind, uses", [(Tied, 3), (SameTwice, 2)])
+    def test_one_occurrence_for_all_uses(self, kind: type[nn.Module], uses: int) -> None:
+        model = kind()
+        plain = copy.deepcopy(model)
+        got = t.compiled(model, h.batch_of(0), coalesce=True)
+        plan = got.step.plan
+        shared = [o for o in plan.regions[0].occurrences if o.uses > 1]
+        assert [(o.use, o.uses, o.extra) for o in shared] == [(1, uses, {"coalesced": uses})]
+        assert plan.ready_counts[shared[0].weight] == 1
+        assert gtpgraph.HookPlan.from_json(plan.to_json()) == plan
+        grads = got.train(h.batch_of(0))
+        assert max_error(grads, fp64_grads(plain, [(h.batch_of(0),)])) <= h.SUM_ORDER_BAR
+        assert h.told(got.wrapper.reports) == h.occurrences(plan)
+
+    def test_without_a_second_use_the_graph_is_unchanged(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        graphs = []
+        for coalesce in (False, True):
+            got = t.compiled(h.MeanSquare(copy.deepcopy(model)), h.batch_of(0), coalesce=coalesce)
+            graphs.append(got.step.regions[0].texts["after"])
+        assert graphs[0] == graphs[1]
+
+    def test_idempotent_and_ordinary_sites_stay(self) -> None:
+        with t.one_rank() as groups:
+            b = t.Backward()
+            x = b.input(4, 4)
+            name = groups.group_name("gtp")
+            one, two = (b.reduce(b.call(t.MM, x, x), name) for _ in range(2))
+            b.returns({0: b.call(t.ADD, one, two), 1: b.call(t.MM, x, x)})
+            weights = {0: ("w", True), 1: ("norm", False)}
+            request = b.request(weights)
+            sites = find_sites(b.graph, request.weights, request.uses)
+            kw = {"wire_dtype": torch.float32, "fake_mode": request.fake_mode}
+            result, merged = coalesce_pass(b.gm, sites=sites, **kw)
+            assert result.counts == {"coalesced": 2, "reduces": 1}
+            assert [s.weight.fqn for s in merged] == ["w", "norm"]
+            again, same = coalesce_pass(b.gm, sites=merged, **kw)
+            assert not again.modified and same == merged and not find_coalescible(merged)
+
+    def test_bf16_contributions_are_summed_in_the_wires_dtype(self) -> None:
+        with t.one_rank() as groups:
+            got = t.compiled(
+                Tied().bfloat16(), h.batch_of(0).bfloat16(), groups=groups, coalesce=True
+            )
+        launches = t.targets(got.checked[0].graph, REDUCE_SCATTER)
+        adds = [n for n in got.checked[0].graph.nodes if n.target is t.ADD and is_sum(n)]
+        assert len(launches) == 2 and len(adds) == 2
+        assert {n.meta["val"].dtype for n in adds} == {torch.float32}
+
+
+def is_sum(node: Any) -> bool:
+    """Whether a node is one of the sums of the tied weight's wgrads."""
+    return tuple(node.meta["val"].shape) == (8, 8)
+
+
+class TestVerify:
+    """Broken on purpose: exactly V01 says so."""
+
+    def broken(self) -> tuple[Any, Any]:
+        got = t.compiled(Tied(), h.batch_of(0), coalesce=True)
+        checked = t.copied(got.checked[0])
+        assert violations(checked) == []
+        adds = [n for n in checked.graph.nodes if n.target is t.ADD and is_sum(n)]
+        return checked, adds[-1]
+
+    def test_a_contribution_left_out_of_the_sum(self) -> None:
+        checked, add = self.broken()
+        add.replace_all_uses_with(add.args[1])
+        found = violations(checked)
+        assert len(found) == 1 and found[0].startswith("V01: head.weight: expected the wgrads")
+
+    def test_a_contribution_summed_twice(self) -> None:
+        checked, add = self.broken()
+        add.args = (add.args[0], add.args[0])
+        assert [f[:4] for f in violations(checked)] == ["V01:"]
+
+    def test_a_graph_that_was_not_coalesced(self) -> None:
+        got = t.compiled(Tied(), h.batch_of(0))
+        found = violations(replace(t.copied(got.checked[0]), coalesced=True))
+        assert {f[:4] for f in found} == {"V01:", "V05:"}
+
+
+def run_coalesced(rank: int, world: int, gtp: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Tied()
+    batches = [h.batch_of(r) for r in range(world)]
+    expected = fp64_grads(model, [(b,) for b in batches])
+    ddp = h.wrap(model, world, gtp)
+    h.step(ddp, ddp, batches[rank])  # learns three reports a step: uses, not occurrences
+    compiled = gtpgraph.compile(ddp, lowering="eager", coalesce=True)
+    for _ in range(2):
+        h.step(ddp, compiled, batches[rank])
+    graph = compiled.regions[0].texts
+    name = "reduce_scatter_tensor.default]"
+    return {
+        "error": max_error(h.full_grads(ddp), expected),
+        "counts": h.counts(ddp.reports),
+        "reduces": graph["after"].count(name),
+        "accumulates": graph["after"].count(str(ACCUMULATE)),
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("gtp", [2, 1])
+def test_on_two_ranks_one_reduction_a_weight(ranks2: RankPool, gtp: int) -> None:
+    for got in ranks2.run(run_coalesced, gtp):
+        assert got["error"] <= h.SUM_ORDER_BAR
+        assert got["counts"]["head.weight"] == got["counts"]["once.weight"] == 1
+        assert got["reduces"] == (2 if gtp == 2 else 0)
