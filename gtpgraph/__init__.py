@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gtpgraph.graph.plan import HookPlan
     from gtpgraph.parallel.data_parallel import DistributedDataParallel
     from gtpgraph.parallel.finalize import finalize_model_grads
+    from gtpgraph.parallel.optimizer import DistributedOptimizer
     from gtpgraph.parallel.process_groups import ProcessGroups
     from gtpgraph.parallel.ready import Report
     from gtpgraph.parallel.sharding import materialize, shard
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CompiledModel": "gtpgraph.graph.backend",
     "DistributedDataParallel": "gtpgraph.parallel.data_parallel",
+    "DistributedOptimizer": "gtpgraph.parallel.optimizer",
     "HookPlan": "gtpgraph.graph.plan",
     "ProcessGroups": "gtpgraph.parallel.process_groups",
     "Report": "gtpgraph.parallel.ready",
@@ -37,6 +39,7 @@ _HOME = {
 __all__ = [
     "CompiledModel",
     "DistributedDataParallel",
+    "DistributedOptimizer",
     "HookPlan",
     "ProcessGroups",
     "Report",

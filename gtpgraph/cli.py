@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_compile(commands)
     _add_bench(commands)
     _add_diff(commands)
+    _add_train(commands)
     _add_demo(commands)
     for command in commands.choices.values():
         command.add_argument(
@@ -155,6 +156,26 @@ def _add_diff(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run_diff)
 
 
+def _add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("train", help="train a model, with checkpoints and metrics")
+    _add_job_options(parser, lowering="inductor", fake=False)
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=int, required=True, metavar="N", help="the last step")
+    group.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="of checkpoints and metrics.jsonl"
+    )
+    group.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+    )
+    group.add_argument("--every", type=int, default=100, metavar="N", help="save every N steps")
+    group.add_argument("--mode", choices=("eager", "compiled", "captured"), default="eager")
+    group.add_argument("--lr", type=float, default=3e-4)
+    group.add_argument("--weight-decay", type=float, default=0.1)
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="0: no clipping")
+    group.add_argument("--seed", type=int, default=0, help="number of the first batch")
+    parser.set_defaults(run=_run_train)
+
+
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("demo", help="train a small MTP model on 4 ranks, with checks")
     parser.add_argument("--lowering", choices=LOWERINGS, default="inductor")
@@ -187,6 +208,16 @@ def _run_diff(args: argparse.Namespace) -> int:
     from gtpgraph.cli_inspect import run_diff
 
     return run_diff(args.a, args.b)
+
+
+def _run_train(args: argparse.Namespace) -> int:
+    from gtpgraph.train import TrainOptions, run_train
+
+    options = TrainOptions(
+        args.steps, args.checkpoint, args.resume, args.every, args.mode, args.lr,
+        args.weight_decay, args.clip or None, args.seed,
+    )  # fmt: skip
+    return run_train(job_of(args), options)
 
 
 def _run_demo(args: argparse.Namespace) -> int:

@@ -174,7 +174,13 @@ def _config(cls: Any, overrides: dict[str, Any]) -> Any:
     known = set(inspect.signature(config_class.__init__).parameters) | set(
         config_class.attribute_map
     )
-    always = {"num_labels", "use_cache", "decoder_start_token_id", "attn_implementation"}
+    always = {
+        "num_labels",
+        "use_cache",
+        "decoder_start_token_id",
+        "attn_implementation",
+        "experts_implementation",
+    }
     unknown = sorted(overrides.keys() - known - always)
     if unknown:
         near = difflib.get_close_matches(unknown[0], sorted(known), n=3)

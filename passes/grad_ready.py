@@ -29,6 +29,10 @@ from gtpgraph.passes.edit import PassResult, add_placeholder, call, finish
 ACCUMULATE = torch.ops.gtpgraph.accumulate.default
 # The same with the sum over ranks fused in: reads the chunks that an exchange delivered.
 SHARD_REDUCE = torch.ops.gtpgraph.shard_reduce.default
+# Fused forms: the GEMM that makes the wgrad, and many small weights of a bucket in one launch.
+WGRAD_GEMM = torch.ops.gtpgraph.wgrad_gemm.default
+ACCUMULATE_MANY = torch.ops.gtpgraph.accumulate_many.default
+FUSED = (WGRAD_GEMM, ACCUMULATE_MANY)
 ACCUMULATES = (ACCUMULATE, SHARD_REDUCE)
 GRAD_READY = torch.ops.gtpgraph.grad_ready.default
 BUCKET_REDUCE = torch.ops.gtpgraph.bucket_reduce.default

@@ -6,6 +6,7 @@ graph and the sites in order of execution. The regather pass runs earlier, on th
     joint:     find uses, regather
     backward:  find sites -> chains -> coalesce (an option) -> grad_ready -> lower collectives
                -> late waits -> tokens
+    verified, then:  fuse wgrad GEMMs -> fuse small accumulates -> tokens
     forward:   lower collectives
 """
 
@@ -23,11 +24,17 @@ from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import GraphWeight, Use, find_sites
 from gtpgraph.passes.coalesce import coalesce_pass
 from gtpgraph.passes.edit import PassResult
+from gtpgraph.passes.fuse import (
+    check_fusion,
+    find_writes,
+    fuse_small_pass,
+    fuse_wgrad_gemm_pass,
+)
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place, grad_ready_pass
 from gtpgraph.passes.late_waits import late_waits_pass
 from gtpgraph.passes.lower_collectives import lower_collectives_pass
 from gtpgraph.passes.snapshot import Snapshot
-from gtpgraph.passes.thread_tokens import thread_tokens_pass
+from gtpgraph.passes.thread_tokens import thread_tokens_pass, unthread_tokens
 
 log = logging.getLogger("gtpgraph.passes")
 
@@ -90,6 +97,28 @@ def _lower(gm: fx.GraphModule, request: BackwardRequest) -> PassResult:
 def rewrite_forward(gm: fx.GraphModule, fake_mode: Any) -> None:
     """Run the forward passes on `gm`, in place."""
     _log("lower_collectives", lower_collectives_pass(gm, wire_dtype=None, fake_mode=fake_mode))
+
+
+def fuse_backward(gm: fx.GraphModule, fake_mode: Any, region: str) -> None:
+    """Fuse what feeds main_grads, in place, after the graph has been verified.
+
+    Raises:
+        RuntimeError: the fused graph adds or reports anything else than it did before.
+    """
+    before = find_writes(gm.graph)
+    unthread_tokens(gm.graph)
+    for name, result in (
+        ("fuse_wgrad_gemm", fuse_wgrad_gemm_pass(gm, fake_mode=fake_mode)),
+        ("fuse_small", fuse_small_pass(gm, fake_mode=fake_mode)),
+        ("thread_tokens", thread_tokens_pass(gm)),
+    ):
+        _log(name, result)
+    wrong = check_fusion(before, find_writes(gm.graph))
+    if wrong:
+        raise RuntimeError(
+            f"region {region}: fusing changed the graph's contributions: {'; '.join(wrong)}. "
+            "Compile with fuse=False and report the graph."
+        )
 
 
 def _log(name: str, result: PassResult) -> None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from torch import fx
 
 from gtpgraph.passes.edit import PassResult, finish
-from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, GRAD_READY
+from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, FUSED, GRAD_READY
+
+
+def unthread_tokens(graph: fx.Graph) -> None:
+    """Take the chain out, for passes that move readiness ops; to be threaded again behind them."""
+    for node in graph.nodes:
+        if node.target in (*ACCUMULATES, *FUSED) and "after" in node.kwargs:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "after"}
 
 
 def thread_tokens_pass(gm: fx.GraphModule) -> PassResult:
@@ -18,10 +25,10 @@ def thread_tokens_pass(gm: fx.GraphModule) -> PassResult:
     previous: fx.Node | None = None
     links = 0
     for node in gm.graph.nodes:
-        if node.target in ACCUMULATES:
+        if node.target in (*ACCUMULATES, *FUSED):
             if previous is not None and node.kwargs.get("after") is not previous:
                 node.kwargs = {**node.kwargs, "after": previous}
                 links += 1
-        if node.target in (*ACCUMULATES, GRAD_READY, BUCKET_REDUCE):
+        if node.target in (*ACCUMULATES, *FUSED, GRAD_READY, BUCKET_REDUCE):
             previous = node
     return finish(gm, {"tokens": links})

@@ -22,9 +22,11 @@ from gtpgraph.graph.lower import LOWERINGS
 from gtpgraph.graph.pinning import pin_weights
 from gtpgraph.graph.plan import HookPlan
 from gtpgraph.graph.region import Region
+from gtpgraph.parallel.data_dependence import refuse_expert_loops, watch_data_breaks
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.ready import Report
 from gtpgraph.parallel.weights import WeightState
+from gtpgraph.passes.gather_once import gather_once_pass
 
 
 def gtpgraph(
@@ -47,12 +49,15 @@ def gtpgraph(
 
     Raises:
         ValueError: an unknown option, or trainable weights that no wrapper owns.
+        NotImplementedError: experts are gathered as a rank's data says.
     """
     chosen = _options(options)
     states = weights_of(gm)
     if not states:
         return _plain(gm, example_inputs, chosen)
+    refuse_expert_loops((s.fqn, s.spec) for s in states.values() if s.spec is not None)
     pin_weights(gm, states)
+    gather_once_pass(gm, weights=[p for p, s in states.items() if s.spec and s.spec.is_stacked])
     builder = RegionBuilder(states, chosen, owner, driver or _driver(states, chosen))
     return LOWERINGS[chosen.lowering](gm, example_inputs, builder)
 
@@ -95,6 +100,7 @@ def compile(
     reshard_after_forward: bool = True,
     reduces_in_flight: int = 1,
     coalesce: bool = False,
+    fuse: bool | None = None,
     replay: str | None = None,
     dispatch: str = "event",
     max_captures: int = 8,
@@ -113,6 +119,8 @@ def compile(
         reduces_in_flight: GTP reductions in flight before the oldest is waited for.
         coalesce: sum a weight's contributions in a region before one reduction and one report:
             fewer collectives for more memory.
+        fuse: join each wgrad GEMM with its accumulate, and small accumulates with each other; None
+            does so on CUDA, where it saves launches and bytes.
         replay: "cuda" captures each region's forward and backward as CUDA graphs in their second
             call and replays them from then on; None runs them.
         dispatch: of a replay: "event" starts a bucket's reduction when its last accumulate has run,
@@ -133,6 +141,7 @@ def compile(
         "reshard_after_forward": reshard_after_forward,
         "reduces_in_flight": reduces_in_flight,
         "coalesce": coalesce,
+        "fuse": fuse,
         "replay": replay,
         "dispatch": dispatch,
         "max_captures": max_captures,
@@ -191,7 +200,8 @@ class CompiledModel:
         """The model's forward. A first call that compiles one graph and breaks none declares that
         nothing of the model runs eagerly, so that its first step can overlap."""
         known, breaks = len(self.wrapper.regions), compat.num_graph_breaks()
-        result = self._compiled(*args, **kwargs)
+        with watch_data_breaks():
+            result = self._compiled(*args, **kwargs)
         new = self.wrapper.regions[known:]
         if len(new) == 1 and compat.num_graph_breaks() == breaks:
             new[0].calls.whole_model = self.model is self.wrapper

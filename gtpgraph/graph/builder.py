@@ -37,7 +37,12 @@ from gtpgraph.graph.verify import verify
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.weights import WeightState, state_of
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
-from gtpgraph.passes.pipeline import BackwardRequest, rewrite_backward, rewrite_forward
+from gtpgraph.passes.pipeline import (
+    BackwardRequest,
+    fuse_backward,
+    rewrite_backward,
+    rewrite_forward,
+)
 from gtpgraph.passes.regather import regather_pass
 from gtpgraph.passes.snapshot import Snapshot
 
@@ -55,6 +60,7 @@ class CompileOptions:
     max_captures: int = 8
     max_in_flight: int = 4
     coalesce: bool = False
+    fuse: bool | None = None
 
     @property
     def replay_options(self) -> ReplayOptions:
@@ -175,7 +181,7 @@ class RegionBuilder:
             self.options.coalesce,
         )  # fmt: skip
         inserted, snapshot = rewrite_backward(gm, request)
-        self.region = self._make_region(gm, inserted, snapshot)
+        self.region = self._make_region(gm, inserted, snapshot, fake_mode)
         self.region.texts = {"before": before, "after": str(gm.graph)}
         extra = [buckets[b].flat for b in inserted.buckets]
         return self.region, extra + [buckets[b].beta for b in inserted.buckets]
@@ -201,11 +207,16 @@ class RegionBuilder:
             inputs[number] = BucketInputs(flat, beta)
         return inputs
 
-    def _make_region(self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot) -> Region:
+    def _make_region(
+        self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot, fake_mode: Any
+    ) -> Region:
         wrapper = self.wrapper
         name = wrapper.name_region(compat.frame_ids())
         plan = region_plan(name, gm.graph, inserted, wrapper.states)
         self._verify(gm, inserted, snapshot, plan.occurrences, name)
+        if self._fuses():
+            fuse_backward(gm, fake_mode, name)
+            plan = region_plan(name, gm.graph, inserted, wrapper.states)
         by_fqn = {s.fqn: s for s in wrapper.states}
         calls = declare_calls(plan, by_fqn, dict(self._owed))
         sites = [
@@ -228,6 +239,11 @@ class RegionBuilder:
             wrapper.add_closer(region.replay.close)
         wrapper.add_region(region)
         return region
+
+    def _fuses(self) -> bool:
+        if self.options.fuse is not None:
+            return self.options.fuse
+        return all(s.param.is_cuda for s in self._states.values())
 
     def _verify(
         self,

@@ -89,7 +89,9 @@ class Region:
             if wrapper.recording is None:
                 wrapper.ledger.region_backward(self.calls, sync=wrapper.sync)
             try:
-                return self._finish(self._run_backward(compiled, args))
+                results = self._finish(self._run_backward(compiled, args))
+                wrapper.check_open("backward")
+                return results
             except BaseException:
                 wrapper.ledger.broken = True
                 raise

@@ -183,32 +183,27 @@ class Checkpointer:
         """Load the checkpoint of `step`, by default the newest: (step, extra), None without one.
 
         The gtp and dp degrees, bucket sizes and optimizer implementation may be others than those
-        of the job that saved it. A collective over the model's ranks.
+        of the job that saved it. A collective over the model's ranks; the first one's choice holds.
 
         Raises:
             ValueError: it is absent, or has other weights or shapes than the model: all of them.
-            RuntimeError: the ranks see different checkpoints, or one cannot read its part.
+            RuntimeError: a rank cannot read its part.
         """
         self.wait()
-        seen = self._together(self.latest() if step is None else step)
-        if len(set(seen)) > 1:
-            raise RuntimeError(
-                f"{_FUNCTION}.load: expected one newest checkpoint, ranks {list(self._ranks)} see "
-                f"{seen}. All ranks need the same file system."
-            )
-        if seen[0] is None:
+        chosen = self._together(self.latest() if step is None else step)[0]
+        if chosen is None:
             return None
         found: Any = None
         problem: Exception | None = None
         try:
-            found = self._read(int(seen[0]))
+            found = self._read(chosen)
         except Exception as error:
             problem = error
         texts = [t for t in dict.fromkeys(self._together(problem and str(problem))) if t]
         if texts:
             kind = ValueError if isinstance(problem, ValueError) else RuntimeError
             raise kind("\n".join(texts)) from problem
-        return int(seen[0]), found["user"]
+        return chosen, found["user"]
 
     def _read(self, step: int) -> Mapping[str, Any]:
         folder = self.folders.final(step)

@@ -54,6 +54,15 @@ class Folders:
         steps = (int(match[1]) for match in names if match)
         return sorted(step for step in steps if (self.final(step) / ".metadata").is_file())
 
+    def recover(self) -> None:
+        """Clear up after a job that was killed while it saved; no other may be saving here."""
+        for path in sorted(self.root.glob("step-*")) if self.root.is_dir() else []:
+            final = path.with_suffix("")
+            if path.suffix == ".old" and not final.exists():
+                path.rename(final)  # killed between two renames
+            elif path.suffix in (".old", ".tmp"):
+                self.discard(path)
+
     @staticmethod
     def discard(folder: Path) -> None:
         """Remove a folder, if there is one."""

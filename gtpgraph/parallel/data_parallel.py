@@ -260,6 +260,11 @@ class DistributedDataParallel(nn.Module):
         self.report(state, use, None, declared=declared)
 
     @property
+    def finished(self) -> bool:
+        """Whether the step's gradients are reduced (from finish_grad_sync to zero_grad_buffer)."""
+        return self._finished
+
+    @property
     def sync(self) -> bool:
         """Whether the running backward reports (False under `no_sync`)."""
         return self._sync
@@ -376,7 +381,7 @@ class DistributedDataParallel(nn.Module):
             RuntimeError: the wrapper is closed, a fault left reductions that never end, or a weight
                 that was frozen when the model was wrapped is trainable now.
         """
-        self._check_open("zero_grad_buffer")
+        self.check_open("zero_grad_buffer")
         if self._stuck:
             raise RuntimeError(
                 "zero_grad_buffer: expected reductions that every rank has launched, got some that "
@@ -427,7 +432,7 @@ class DistributedDataParallel(nn.Module):
             RuntimeError: a weight reported too seldom, captured and eager counts disagree, or
                 another rank failed; the same text on every rank.
         """
-        self._check_open("finish_grad_sync")
+        self.check_open("finish_grad_sync")
         if self._finished:
             return
         self.eager.drain()
@@ -570,7 +575,8 @@ class DistributedDataParallel(nn.Module):
                 "wrapped weight may be frozen and thawed between steps."
             )
 
-    def _check_open(self, method: str) -> None:
+    def check_open(self, method: str) -> None:
+        """Raise RuntimeError when the wrapper is closed."""
         if self._closed:
             raise RuntimeError(
                 f"DistributedDataParallel.{method}: expected an open wrapper, got a closed one. "

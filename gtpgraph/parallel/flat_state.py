@@ -2,7 +2,7 @@
 
 In: a flat state dict whose values are tensors, DTensors, picklable objects, or a `FlatPiece`: a run
 of elements of a tensor that is stored as one dimension, [numel], and of which every rank holds runs
-of its own. Out: plans in torch's format, so that what one set of ranks writes is read by any other::
+of its own. Out: plans in torch's format: what one set of ranks writes can be read by any other::
 
     rank 0   |-- piece --|                     save    rank 0   |---- piece ----|           load
     rank 1               |---- piece ----|    ---->    one tensor [numel] on disk          ---->

@@ -111,7 +111,7 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: the step's gradients are not final (no `finish_grad_sync` before).
         """
-        if not self.model._finished:
+        if not self.model.finished:
             raise RuntimeError(
                 f"{FUNCTION}.step: expected final gradients, got a step without finish_grad_sync() "
                 "(or one after zero_grad_buffer()). Call model.finish_grad_sync() after the "

@@ -10,6 +10,7 @@ What a plain module does and this one must not silently do otherwise:
     get_parameter(fqn)                      the shard Parameter, asked of any ancestor
     module.weight = Parameter(...)          refused (its own shard: accepted, no change)
     del, register_parameter, parametrize    refused
+    expert weights read in a loop           gathered once per forward, see `gather_once`
     init and resize functions that read it  refused: they would write into a temporary
     pickle, torch.save(module)              refused: save the state dict
     deepcopy, copy                          work; ties, groups and mesh are kept
@@ -24,7 +25,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 
 from gtpgraph.kernels import comm
 from gtpgraph.parallel import shard_state
+from gtpgraph.parallel.data_dependence import refuse_expert_loops
+from gtpgraph.parallel.gather_once import call_in_scope, gather_in_scope, read_eagerly
 from gtpgraph.parallel.shard_spec import (
     SPECS,
     STATE_MESH,
@@ -61,7 +64,7 @@ _WRITERS = frozenset(
         "_get_resized_lm_head",
     }
 )
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
 
 def _gathering_property(name: str) -> property:
@@ -71,6 +74,7 @@ def _gathering_property(name: str) -> property:
         spec = self._gtp_specs[name]
         return comm.gather(self._parameters[name], spec.rows, spec.group_name)
 
+    read_eagerly(weight)
     return property(weight, doc=f"The whole {name}, gathered; a temporary.")
 
 
@@ -87,6 +91,9 @@ def _eager_read(module: nn.Module, name: str) -> Tensor:
     publish = shard.__dict__.get(PUBLISH_ATTRIBUTE)
     if publish is not None:
         publish()
+    if spec.expert and not spec.is_stacked:
+        state = getattr(shard, "_gtp_state", None)
+        refuse_expert_loops([(name if state is None else state.fqn, spec)])
     if tuple(shard.shape) != spec.shard_shape:
         raise RuntimeError(
             f"{type(module).__name__}.{name}: expected a shard of {spec.shard_shape} (of a weight "
@@ -94,7 +101,9 @@ def _eager_read(module: nn.Module, name: str) -> Tensor:
             "functional_call and direct writes take shards, as named_parameters() gives them"
         )
     try:
-        return comm.gather(shard, spec.rows, spec.group_name)
+        return gather_in_scope(
+            module, name, shard, lambda: comm.gather(shard, spec.rows, spec.group_name)
+        )
     except AttributeError as error:
         # nn.Module.__getattr__ would answer an AttributeError of a property with the shard.
         raise RuntimeError(f"{type(module).__name__}.{name}: the gather failed") from error
@@ -184,9 +193,10 @@ class ShardedModule(nn.Module):
         return ", ".join(part for part in (own, f"shard=({'; '.join(shards)})") if part)
 
 
-def _sharded_class(original: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
+def _sharded_class(original: type[nn.Module], specs: dict[str, ShardSpec]) -> type[nn.Module]:
     # One class for all modules of a kind: Dynamo guards on it, and copies must share it.
-    key = (original, tuple(names))
+    experts = any(spec.is_stacked for spec in specs.values())
+    key = (original, tuple(specs), experts)
     if key not in _classes:
         namespace: dict[str, Any] = {name: _gathering_property(name) for name in key[1]}
         for function in ("reset_parameters", "_reset_parameters"):
@@ -199,6 +209,8 @@ def _sharded_class(original: type[nn.Module], names: Iterable[str]) -> type[nn.M
             "_gtp_names": key[1],
             "_gtp_original": original,
         }
+        if experts:
+            namespace["__call__"] = call_in_scope
         metaclass: Any = type(original)
         _classes[key] = metaclass(original.__name__, (ShardedModule, original), namespace)
     return _classes[key]

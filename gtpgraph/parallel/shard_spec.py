@@ -72,6 +72,11 @@ class ShardSpec:
         return min(self.start + self.shard_rows, self.rows) - self.start
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether this is one weight of several experts, [experts, ...]."""
+        return len(self.shape) == 3
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of the shard, padding included."""
         return (self.shard_rows, *self.shape[1:])

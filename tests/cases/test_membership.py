@@ -90,7 +90,7 @@ def different_plans(rank: int, world: int, gtp: int, how: str) -> tuple[str, flo
     model = Stack(layers=4 if rank and how == "layers" else 3)
     model.again = bool(rank) and how == "uses"
     ungraphed = ["layers.1.*"] if rank and how == "ungraphed" else []
-    ddp = h.wrap(model, world, gtp, timeout_s=5.0)
+    ddp = h.wrap(model, world, gtp, timeout_s=20.0)
     compiled = gtpgraph.compile(ddp, lowering="eager", ungraphed=ungraphed)
     start = time.monotonic()
     text = h.error_of(h.step, ddp, compiled, h.batch_of(rank))
@@ -103,22 +103,22 @@ def test_k29_ranks_that_compile_different_plans_are_told_the_first_difference(
     ranks2: RankPool, gtp: int, how: str
 ) -> None:
     texts = []
-    for text, seconds, reports in ranks2.run(different_plans, gtp, how, timeout_s=30):
+    for text, seconds, reports in ranks2.run(different_plans, gtp, how, timeout_s=60):
         assert "V09" in text and "compiled different orders of collectives" in text
         assert "rank 0 has [" in text and "rank 1 has [" in text
-        assert seconds < 15 and reports == []
+        assert seconds < 20 and reports == []
         texts.append(text)
     assert texts[0] == texts[1]
 
 
-def recompiles_alone(rank: int, world: int) -> list[tuple[str, float]]:
-    """Rank 0 compiles another order in step 2; rank 1 does not. Then a clean step with new groups.
+def recompiles_alone(rank: int, world: int) -> tuple[str, float]:
+    """Rank 0 compiles another order in step 2; rank 1 does not. What each is told, and when.
 
-    The groups here time out after 8 s, as a job's own would after its own limit.
+    The groups here time out after 12 s, as a job's own would after its own limit.
     """
     store = dist.PrefixStore("alone", compat.default_store())
     dist.destroy_process_group()
-    limit = timedelta(seconds=8)
+    limit = timedelta(seconds=12)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     # The default group is the gtp group here, so that its timeout is the one that counts.
     everyone, alone = dist.group.WORLD, None
@@ -127,24 +127,25 @@ def recompiles_alone(rank: int, world: int) -> list[tuple[str, float]]:
         model=everyone,
     )  # fmt: skip
     model = Stack()
-    ddp = DistributedDataParallel(shard(model, groups), groups, timeout_s=5.0)
+    ddp = DistributedDataParallel(shard(model, groups), groups, timeout_s=6.0)
     compiled = gtpgraph.compile(ddp, lowering="eager")
+    dist.barrier()  # ranks that have just started may be seconds apart
     h.step(ddp, compiled, h.batch_of(rank))
     model.again = rank == 0
     start = time.monotonic()
     text = h.error_of(h.step, ddp, compiled, h.batch_of(rank))
-    return [(text, time.monotonic() - start)]
+    return text, time.monotonic() - start
 
 
-def test_k29_a_rank_that_recompiles_alone_fails_in_time_and_the_other_does_not_hang() -> None:
+def test_k29_a_rank_that_recompiles_alone_fails_in_time_and_the_other_does_not_hang(
+    ranks2: RankPool,
+) -> None:
     """Rank 0 learns from the store that nobody else came, and what changed. Rank 1 is inside the
     collective that rank 0 never joins: its group's own timeout ends that wait."""
-    from gtpgraph.testing import run_ranks
-
-    (first,), (second,) = run_ranks(recompiles_alone, 2, timeout_s=60)
+    first, second = ranks2.run(recompiles_alone, timeout_s=60)
     text, seconds = first
     assert "V09" in text and "rank(s) [1] absent" in text and "alone compile again" in text
     assert "Against the order agreed on before" in text
-    assert seconds < 10
+    assert seconds < 12
     text, seconds = second
-    assert text.startswith(("RuntimeError", "DistBackendError")) and seconds < 20, second
+    assert text.startswith(("RuntimeError", "DistBackendError")) and seconds < 30, second

@@ -15,8 +15,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from gtpgraph.by_path import module_at
 from gtpgraph.graph.checked import Checked
 from gtpgraph.graph.verify import RULES, first_difference, verify, violations
-from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY
-from gtpgraph.passes.lower_collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from gtpgraph.passes.grad_ready import ACCUMULATE, BUCKET_REDUCE, GRAD_READY, SHARD_REDUCE
+from gtpgraph.passes.lower_collectives import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, WAIT
 from gtpgraph.passes.snapshot import Snapshot
 
 t = module_at("gtpgraph_graph_tools", str(Path(__file__).parent / "graph_tools.py"))
@@ -384,6 +384,27 @@ def test_all_violations_come_in_one_message(good: Checked) -> None:
     set_arg(find(g, ACCUMULATE, "c.weight")[0], 6, False)
     with pytest.raises(RuntimeError, match=r"(?s)region r7: .*2 rule.*V01: .*V03: "):
         verify(g, "r7")
+
+
+def test_a_16_bit_wire_is_held_to_the_same_rules() -> None:
+    """Sums over ranks are made by the accumulate: the same contributions, places and reports."""
+    with t.fake_ranks(2, 2) as groups:
+        wrap = {"wire_dtype": torch.bfloat16}
+        c = t.compiled(Net(), torch.randn(4, 8), groups=groups, wrap=wrap)
+    (g,) = c.checked
+    assert violations(g) == []
+    assert len(find(g, SHARD_REDUCE)) == 4 and len(find(g, ACCUMULATE)) == 2
+    for rule, change in {
+        "V01": lambda b: set_arg(find(b, SHARD_REDUCE)[0], 6, False),
+        "V02": lambda b: set_arg(find(b, GRAD_READY)[-1], 2, find(b, GRAD_READY)[0]),
+        "V03": lambda b: find(b, EXCHANGE)[0].update_arg(3, "another"),
+        "V07": lambda b: find(b, EXCHANGE)[0].prepend(
+            b.graph.call_function(WAIT, (find(b, EXCHANGE)[0].args[0],))
+        ),
+    }.items():
+        broken = t.copied(g)
+        change(broken)
+        assert rules(broken) == {rule}, violations(broken)
 
 
 def test_coalesced_uses_owe_one_accumulate_of_all_their_wgrads() -> None:

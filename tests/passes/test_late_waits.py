@@ -11,13 +11,14 @@ import torch
 from torch import fx
 
 from gtpgraph.by_path import module_at
-from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
+from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY, SHARD_REDUCE
 from gtpgraph.passes.late_waits import find_units, late_waits_pass
-from gtpgraph.passes.lower_collectives import REDUCE_SCATTER, WAIT
+from gtpgraph.passes.lower_collectives import EXCHANGE, REDUCE_SCATTER, WAIT
 from gtpgraph.passes.pipeline import rewrite_backward
 
 t = module_at("gtpgraph_graph_tools", str(Path(__file__).parents[1] / "graph" / "graph_tools.py"))
-SHORT = {REDUCE_SCATTER: "RS", WAIT: "W", ACCUMULATE: "A", GRAD_READY: "R", t.MM: "mm"}
+SHORT = {ACCUMULATE: "A", SHARD_REDUCE: "A", GRAD_READY: "R", t.MM: "mm"}
+LAUNCHES = (REDUCE_SCATTER, EXCHANGE)
 
 
 def backward(kinds: str, group: str) -> tuple[Any, dict[int, tuple[str, bool]]]:
@@ -37,24 +38,24 @@ def backward(kinds: str, group: str) -> tuple[Any, dict[int, tuple[str, bool]]]:
 
 def order(graph: fx.Graph) -> str:
     """The graph's skeleton, numbered by site or launch, e.g. ``mm RS0 W0 A0 R0``."""
-    launches = t.targets(graph, REDUCE_SCATTER)
+    launches = t.targets(graph, *LAUNCHES)
     sites = {n.args[2]: n.args[1] for n in t.targets(graph, GRAD_READY)}
     words = []
     for node in graph.nodes:
-        if node.target is REDUCE_SCATTER:
+        if node.target in LAUNCHES:
             words.append(f"RS{launches.index(node)}")
         elif node.target is WAIT:
             words.append(f"W{launches.index(node.args[0])}")
         elif node.target in SHORT:
-            number = {ACCUMULATE: sites.get(node), GRAD_READY: node.args[1], t.MM: ""}
-            words.append(SHORT[node.target] + str(number[node.target]))
+            number = {"A": sites.get(node), "R": node.args[1], "mm": ""}
+            words.append(SHORT[node.target] + str(number[SHORT[node.target]]))
     return " ".join(words)
 
 
-def rewritten(kinds: str, depth: int) -> tuple[Any, str]:
+def rewritten(kinds: str, depth: int, wire: torch.dtype | None = None) -> tuple[Any, str]:
     with t.one_rank() as groups:
         b, weights = backward(kinds, groups.group_name("gtp"))
-        rewrite_backward(b.gm, b.request(weights, depth=depth))
+        rewrite_backward(b.gm, b.request(weights, depth=depth, wire_dtype=wire))
         b.gm.graph.lint()
     return b, order(b.graph)
 
@@ -62,6 +63,12 @@ def rewritten(kinds: str, depth: int) -> tuple[Any, str]:
 def test_depth_one_waits_behind_the_next_launch() -> None:
     _, got = rewritten("ggg", 1)
     assert got == "mm RS0 mm RS1 W0 A0 R0 mm RS2 W1 A1 R1 W2 A2 R2"
+
+
+def test_exchanges_over_a_16_bit_wire_are_delayed_alike() -> None:
+    b, got = rewritten("gog", 1, torch.bfloat16)
+    assert got == "mm RS0 mm mm RS1 W0 A0 R0 A1 R1 W1 A2 R2"
+    assert len(t.targets(b.graph, EXCHANGE)) == 2
 
 
 def test_depth_two() -> None:

@@ -12,6 +12,7 @@ from gtpgraph.by_path import module_at
 from gtpgraph.kernels import comm
 from gtpgraph.passes.lower_collectives import (
     ALL_GATHER,
+    EXCHANGE,
     REDUCE_SCATTER,
     WAIT,
     is_launch,
@@ -23,6 +24,7 @@ PAD = torch.ops.aten.constant_pad_nd.default
 CAST = torch.ops.prims.convert_element_type.default
 CLONE = torch.ops.aten.clone.default
 SLICE = torch.ops.aten.slice.Tensor
+SHARD_REDUCE = torch.ops.gtpgraph.shard_reduce.default
 TRANSPOSE = torch.ops.aten.t.default
 
 
@@ -123,6 +125,57 @@ def test_cast_to_the_wire_only_where_accumulates_read(
     assert (CAST in kinds(b)) is cast
     (wait,) = t.targets(b.graph, WAIT)
     assert wait.meta["val"].dtype == (torch.float32 if cast else torch.bfloat16)
+
+
+ACCUMULATE = torch.ops.gtpgraph.accumulate.default
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "exchanged"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float32, False),
+        (torch.float32, None, False),
+    ],
+)
+def test_a_16_bit_wire_is_summed_by_who_accumulates(
+    dtype: torch.dtype, wire: torch.dtype | None, exchanged: bool
+) -> None:
+    """Chunks are exchanged and added in fp32, twice where two accumulates read them."""
+    with t.one_rank() as groups:
+        b = t.Backward()
+        flat, beta = b.input(64), b.input(4)
+        part = b.reduce(b.input(4, 3, dtype=dtype), groups.group_name("gtp"))
+        for slot, offset in ((0, 0), (1, 32)):
+            b.call(ACCUMULATE, flat, part, beta, slot, offset, 0.5, True, stack_trace="here")
+        b.returns({})
+        lower(b, wire)
+        accumulates = t.targets(b.graph, SHARD_REDUCE if exchanged else ACCUMULATE)
+        assert len(accumulates) == 2
+        assert [n.args[3:7] for n in accumulates] == [(0, 0, 0.5, True), (1, 32, 0.5, True)]
+        assert all(n.meta["stack_trace"] == "here" for n in accumulates)
+        (launch,) = (n for n in b.graph.nodes if is_launch(n))
+        assert launch.target is (EXCHANGE if exchanged else REDUCE_SCATTER)
+        assert launch.meta["val"].dtype == (wire or dtype)
+        main, wgrad = torch.full((64,), float("nan")), torch.randn(4, 3).to(dtype)
+        b.gm.recompile()
+        b.gm(main, torch.zeros(4), wgrad)
+    expected = wgrad.to(wire or dtype).float().flatten() * 0.5
+    assert torch.equal(main[:12], expected) and torch.equal(main[32:44], expected)
+
+
+def test_a_16_bit_wire_leaves_other_readers_their_reduction() -> None:
+    with t.fake_ranks(2) as groups:
+        b = t.Backward()
+        flat, beta = b.input(64), b.input(4)
+        part = b.reduce(b.input(4, 3), groups.group_name("gtp"), ranks=2)
+        b.call(ACCUMULATE, flat, part, beta, 0, 0, 1.0, True)
+        b.returns({}, part)
+        lower(b, torch.bfloat16)
+    assert len(t.targets(b.graph, REDUCE_SCATTER)) == 1
+    assert not t.targets(b.graph, EXCHANGE, SHARD_REDUCE, CAST)
 
 
 def test_a_strided_wgrad_travels_contiguous() -> None:
