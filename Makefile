@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PYTEST := $(BIN)/pytest -n 2
+EXAMPLES ?= 1000
+SEED ?= $(shell date +%s)
 
-.PHONY: demo test test-all lint types
+.PHONY: demo test test-all fuzz lint types
 
 demo: $(STAMP)
 	$(BIN)/gtpgraph demo
@@ -15,6 +17,11 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+# Random programs; make fuzz SEED=n runs the same ones again.
+fuzz: $(STAMP)
+	GTPGRAPH_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/fuzz --timeout 0 \
+		--hypothesis-seed=$(SEED) --hypothesis-show-statistics
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ def steps(run: harness.Run, options: argparse.Namespace) -> int:
 
 def overlap(run: harness.Run, options: argparse.Namespace) -> int:
     """What each dispatch exposes of the transfers."""
-    from bench import steps as suite
+    from bench import overlap as suite
 
     harness.append(suite.overlap(run, options.repeats), options.out)
     return 0
@@ -65,9 +65,18 @@ def overlap(run: harness.Run, options: argparse.Namespace) -> int:
 
 def host(run: harness.Run, options: argparse.Namespace) -> int:
     """Host cost of a replayed step."""
-    from bench import steps as suite
+    from bench import host as suite
 
     harness.append(suite.host(run, options.repeats), options.out)
+    return 0
+
+
+def memory(run: harness.Run, options: argparse.Namespace) -> int:
+    """Peak memory, ten thousand replays, and the kernels that handle gradients."""
+    from bench import memory as suite
+
+    harness.append(suite.memory(run, options.repeats), options.out)
+    harness.append(suite.gradient_kernels(run, options.repeats), options.out)
     return 0
 
 
@@ -76,6 +85,7 @@ SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {
     "steps": steps,
     "overlap": overlap,
     "host": host,
+    "memory": memory,
 }
 
 

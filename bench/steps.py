@@ -1,7 +1,6 @@
 """Whole training steps (forward, backward, gradients in fp32 main_grads) beside their peers.
 
-In: a model of gtpgraph.models in bf16 and one batch. Out: rows of the suites ``steps``, ``overlap``
-and ``host``. Every implementation ends with the gradients in fp32 buffers: ours by
+In: a model of gtpgraph.models in bf16 and one batch. Out: rows of the suite ``steps``. Every implementation ends with the gradients in fp32 buffers: ours by
 its accumulates, the peers by one ``_foreach_copy_`` behind the backward, the fastest plain way. A
 sample is ten steps without a host synchronisation inside; implementations take turns.
 """
@@ -12,8 +11,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -207,130 +205,4 @@ def measure(run: harness.Run, name: str, batch: int, seq: int, repeats: int) -> 
     steps.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return rows
-
-
-class PacedTransfer:
-    """Stands for the network: copies of a bucket to pinned memory, as many bytes as fit `us`."""
-
-    def __init__(self, flat: Tensor, num_bytes: int) -> None:
-        self._pinned = torch.empty(num_bytes // 4, pin_memory=True)
-        self._source = torch.zeros(num_bytes // 4, device=flat.device)
-
-    def start(self, flat: Tensor) -> None:
-        self._pinned.copy_(self._source, non_blocking=True)
-
-    def finish(self, flat: Tensor) -> None:
-        pass
-
-
-@contextmanager
-def transfers(model: gg.DistributedDataParallel, num_bytes: int) -> Iterator[None]:
-    """Let every bucket's reduction be a paced transfer of its share of `num_bytes`."""
-    before = [b.reduction for b in model.buckets]
-    total = sum(b.flat.numel() for b in model.buckets)
-    for bucket in model.buckets:
-        share = num_bytes * bucket.flat.numel() // total // 4 * 4
-        bucket.reduction = PacedTransfer(bucket.flat, share)
-    yield
-    for bucket, reduction in zip(model.buckets, before, strict=True):
-        bucket.reduction = reduction
-
-
-def bandwidth() -> float:
-    """Bytes a second to pinned memory."""
-    pinned = torch.empty(32 << 20, pin_memory=True)
-    source = torch.zeros(32 << 20, device="cuda")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        begin.record()
-        pinned.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-    return pinned.numel() * 4 / (begin.elapsed_time(end) * 1e-3)
-
-
-def overlap(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-arg]
-    """Exposed transfer time under each dispatch; transfers take half as long as the backward."""
-    net, tokens = make_model("gpt-124m", 8, 1024)
-    wrapped = gg.DistributedDataParallel(gg.shard(net), bucket_mb=64)  # 8 buckets
-    dispatches = ("after", "event", "in_graph")
-    compiled = gg.compile(wrapped, lowering="eager")
-
-    def steps() -> dict[str, Step]:
-        made = {d: whole(wrapped, compiled, dispatch=d) for d in dispatches}
-        steps = {d: ours_step(wrapped, lambda s=s: s(*tokens)) for d, s in made.items()}
-        for step in steps.values():
-            for _ in range(4):
-                step()
-        return steps
-
-    quiet = sample(steps(), repeats)
-    alone = statistics.median(quiet["event"])
-    backward_us = alone * 2 / 3
-    count = len(wrapped.buckets)
-    num_bytes = int(bandwidth() * backward_us * 1e-6 / 2)
-    sizes = [b.flat.numel() for b in wrapped.buckets]
-    own = backward_us / 2 * sizes[-1] / sum(sizes)
-    conditions = {
-        "buckets": count, "transfer_us": round(backward_us / 2, 1), "gpus": 1,
-        "network": "stand-in: copy engine to pinned memory", "step_alone_us": round(alone, 1),
-        "last_bucket_us": round(own, 1),
-    }  # fmt: skip
-    with transfers(wrapped, num_bytes):
-        busy = sample(steps(), repeats)
-    rows = []
-    for label in dispatches:
-        exposed = [b - statistics.median(quiet[label]) for b in busy[label]]
-        case = "gpt-124m:8x1024"
-        rows.append(run.row(case, f"ours:{label}", exposed, None, conditions, "exposed_us"))
-        rows.append(run.row(case, f"ours:{label}", busy[label], None, conditions))
-        share = statistics.median(exposed) / (backward_us / 2)
-        print(f"overlap {label:9} exposed {statistics.median(exposed):8.1f} us = {share:6.1%} of "
-              f"{backward_us / 2:.1f} us of transfers ({count} buckets, the last takes "
-            f"{own:.1f} us)", flush=True)  # fmt: skip
-    wrapped.close()
-    return rows
-
-
-class Scales(nn.Module):
-    """`count` one-element-wide weights: nothing but occurrences."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.last = nn.Linear(64, 64)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(64)) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x
-        for scale in self.scales:
-            total = total + x * scale
-        return self.last(total).sum()
-
-
-def host(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-arg]
-    """Host time of one replayed step (zero_grad_buffer to finish_grad_sync), without the device."""
-    rows = []
-    for count in (10, 100, 1000):
-        model = gg.DistributedDataParallel(gg.shard(Scales(count).cuda()))
-        x = torch.ones(64, device="cuda")
-        captured = whole(model, model)
-        parts: dict[str, list[float]] = {"replay": [], "step": []}
-        for k in range(repeats + 5):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            model.zero_grad_buffer()
-            middle = time.perf_counter()
-            captured(x)
-            after = time.perf_counter()
-            model.finish_grad_sync()
-            end = time.perf_counter()
-            if k >= 5:
-                parts["replay"].append((after - middle) * 1e6 / count)
-                parts["step"].append((end - begin) * 1e6 / count)
-        for part, samples in parts.items():
-            metric = "host_us_per_occurrence"
-            rows.append(run.row(f"occurrences:{count}", f"ours:{part}", samples, None, {}, metric))
-            print(f"host {count:5} occurrences, {part:6}: {statistics.median(samples):.2f} us each")
-        model.close()
     return rows

@@ -1,4 +1,4 @@
-"""Random models as data: programs that build into a module, and what one run of a program must show.
+"""Random models as data: programs that build into a module, and what a run of one must show.
 
 A program is plain data, so that hypothesis can shrink it, a kept failure can be read, and ranks can
 be sent it. Its forward is generated as straight-line code: a graph break inside a loop would make
