@@ -1,8 +1,9 @@
 """Whole training steps (forward, backward, gradients in fp32 main_grads) beside their peers.
 
-In: a model of gtpgraph.models in bf16 and one batch. Out: rows of the suite ``steps``. Every implementation ends with the gradients in fp32 buffers: ours by
-its accumulates, the peers by one ``_foreach_copy_`` behind the backward, the fastest plain way. A
-sample is ten steps without a host synchronisation inside; implementations take turns.
+In: a model of gtpgraph.models in bf16 and one batch. Out: rows of the suite ``steps``. Every
+implementation ends with the gradients in fp32 buffers: ours by its accumulates, the peers by one
+``_foreach_copy_`` behind the backward, the fastest plain way. A sample is ten steps without a host
+synchronisation inside; implementations take turns.
 """
 
 from __future__ import annotations

@@ -1,88 +1,186 @@
 """A graph runtime for machines without a GPU: "capture" runs the work and takes its effects back,
-"replay" runs it again and writes into the same outputs. What a real graph would not do, call the
-readiness ops' Python, it hides: replays run under a recorder that ignores everything."""
+"replay" runs it again and writes into the same outputs.
+
+In: the calls of ``gtpgraph.graph.driver.Driver``. Out: the same behaviour as far as Python can see
+it. What a real graph does not do is hidden: replays call no region's Python and report nothing. What
+a real graph holds is replayed: a reduction that was captured runs again at its place, and nowhere
+else. What a real capture refuses is refused: a value on the host.
+
+Test modules load this file with ``gtpgraph.by_path.module_at`` under one name.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtpgraph.graph.recording import Recording
+from gtpgraph.kernels import readiness
 from gtpgraph.kernels.readiness import recording
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 
+_aten = torch.ops.aten
+HOST_SYNC = (_aten._local_scalar_dense.default, _aten.nonzero.default)
 
-class _Ignore:
+
+class _Capturing(TorchDispatchMode):
+    """Refuses what a stream that is being captured refuses; `fail_at` fails at that op (from 0)."""
+
+    def __init__(self, fail_at: int | None) -> None:
+        super().__init__()
+        self._left = fail_at
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_SYNC:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.count == self._left:
+            raise RuntimeError(f"the capture breaks at operation {self.count}")
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _InGraph:
+    """During one replay: starts the reductions that the graph holds, behind the accumulate that
+    they were captured behind."""
+
+    def __init__(self, record: Recording) -> None:
+        self._record = record
+        self._counts: Counter[int] = Counter()
+
+    def passed(self, bucket: Any) -> None:
+        number = bucket.number
+        self._counts[number] += 1
+        if number in self._record.reduced and self._counts[number] == self._record.last[number]:
+            bucket.reduction.start(bucket.flat)
+            bucket.reduction.finish(bucket.flat)
+
+
+class _RegionReplay:
+    """Readiness ops of a region's graph that is replayed: kernels alone, so no reports."""
+
+    def __init__(self, region: Any, record: Recording) -> None:
+        self._region = region
+        self._inside = _InGraph(record)
+
     def grad_ready(self, site: int) -> None:
-        pass
+        self._inside.passed(self._region.sites[site].state.bucket)
 
     def bucket_reduce(self, bucket: int) -> None:
-        pass
+        raise AssertionError("no lowering puts this op into a graph")
 
 
-class _Silent(Recording):
+class _StepReplay(Recording):
+    """The finalisations of a step's graph that is replayed: they add, and are not recorded."""
+
+    inside: _InGraph
+
     def record(self, state: Any, use: int, region: str | None, *, declared: bool = True) -> None:
         self._seen.setdefault(state.bucket.number, set()).add(state.member.slot)
+        self.inside.passed(state.bucket)
 
 
 class HostGraph:
+    """`events` are those that every replay records, in the order of the capture."""
+
     def __init__(self, driver: HostDriver, work: Callable[[], Any]) -> None:
         self._driver, self._work = driver, work
         self.outputs: list[Any] = []
         self.record: Recording | None = driver.wrapper.recording
+        running = readiness._running.recorders
+        self.region: Any = getattr(running[-1], "_region", None) if running else None
+        self.region_record: Any = getattr(running[-1], "_record", None) if running else None
         self.replays = 0
         self.alive = True
 
     def replay(self) -> None:
-        assert self.alive
+        assert self.alive, "a graph was replayed after its reset"
         self.replays += 1
-        for old, new in zip(self.outputs, self._driver.run(self._work, self.record), strict=True):
-            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                old.copy_(new)
+        with self._driver.at("replay"):
+            new = self._again()
+        for old, value in zip(self.outputs, new, strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != value.data_ptr():
+                old.copy_(value)
+
+    def _again(self) -> list[Any]:
+        wrapper = self._driver.wrapper
+        if self.record is not None:
+            silent = _StepReplay(wrapper, self._driver, self.record.last)
+            silent.betas = self.record.betas
+            silent.inside = _InGraph(self.record)
+            with wrapper.recording_into(silent):
+                return list(self._work())
+        if self.region is not None:
+            with recording(_RegionReplay(self.region, self.region_record)):
+                return list(self._work())
+        return list(self._work())
 
     def reset(self) -> None:
         self.alive = False
 
 
 class HostDriver:
-    """Keeps what a capture must not touch (main_grads, RNG state) as it was."""
+    """Keeps what a capture must not touch (main_grads, module buffers, RNG state) as it was.
+
+    `where` is "capture", "replay" or None; `marks` are the events made inside captures; `fail_at`
+    breaks the next capture at that operation.
+    """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.wrapper = wrapper
         self.graphs: list[HostGraph] = []
+        self.where: str | None = None
+        self.marks: list[str] = []
+        self.forks = self.joins = self.nows = 0
+        self.fail_at: int | None = None
+        self.num_operations = 0  # of the last capture
 
-    def run(self, work: Callable[[], Any], record: Recording | None) -> list[Any]:
-        if record is None:
-            with recording(_Ignore()):
-                return list(work())
-        silent = _Silent(self.wrapper, self, record.last)
-        silent.betas = record.betas
-        with self.wrapper.recording_into(silent), recording(_Ignore()):
-            return list(work())
+    @contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        before, self.where = self.where, where
+        try:
+            yield
+        finally:
+            self.where = before
 
     def capture(self, work: Callable[[], Any]) -> tuple[HostGraph, Any]:
         graph = HostGraph(self, work)
-        flats = [b.flat.clone() for b in self.wrapper.buckets]
-        with torch.random.fork_rng():
-            outputs = [o.detach() if isinstance(o, Tensor) else o for o in work()]
-        for bucket, flat in zip(self.wrapper.buckets, flats, strict=True):
-            bucket.flat.copy_(flat)
-        graph.outputs = outputs
+        kept = [b.flat for b in self.wrapper.buckets] + list(self.wrapper.buffers())
+        saved = [t.detach().clone() for t in kept]
+        mode, self.fail_at = _Capturing(self.fail_at), None
+        try:
+            with torch.random.fork_rng(), self.at("capture"), mode:
+                graph.outputs = [o.detach() if isinstance(o, Tensor) else o for o in work()]
+        finally:
+            self.num_operations = mode.count
+            with torch.no_grad():
+                for tensor, value in zip(kept, saved, strict=True):
+                    tensor.copy_(value)
         self.graphs.append(graph)
-        return graph, outputs
+        return graph, graph.outputs
 
     def mark(self) -> str:
-        return "mark"
+        assert self.where == "capture", "an event of a graph is recorded while it is captured"
+        self.marks.append(f"mark {len(self.marks)}")
+        return self.marks[-1]
 
     def now(self) -> str:
-        return "now"
+        assert self.where is None, "an ordinary event does not belong into a graph"
+        self.nows += 1
+        return f"now {self.nows}"
 
     def fork(self) -> contextlib.AbstractContextManager[None]:
+        assert self.where == "capture"
+        self.forks += 1
         return contextlib.nullcontext()
 
     def join(self) -> None:
-        pass
+        assert self.where == "capture"
+        self.joins += 1
