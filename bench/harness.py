@@ -122,11 +122,10 @@ def versions() -> dict[str, str]:
     """What a reader needs to repeat a run."""
     import triton
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = "none"
+    if torch.cuda.is_available():
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     return {
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -160,7 +159,7 @@ class Run:
         common = {
             "commit": commit(),
             "versions": versions(),
-            "device": torch.cuda.get_device_name(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         return Run(suite, uuid.uuid4().hex[:12], common)

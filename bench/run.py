@@ -80,11 +80,20 @@ def memory(run: harness.Run, options: argparse.Namespace) -> int:
     return 0
 
 
+def compile_time(run: harness.Run, options: argparse.Namespace) -> int:
+    """Our passes' share of a compilation; on the CPU too."""
+    from bench import compile_time as suite
+
+    harness.append(suite.measure(run), options.out)
+    return 0
+
+
 SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {
     "kernels": kernels,
     "steps": steps,
     "overlap": overlap,
     "host": host,
+    "compile": compile_time,
     "memory": memory,
 }
 

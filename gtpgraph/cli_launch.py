@@ -124,12 +124,23 @@ def _in_process(config: JobConfig, fn: Callable[..., Any], args: tuple[Any, ...]
     else:
         if config.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+        _join_torchrun("nccl" if config.device == "cuda" else "gloo")
         rank = int(os.environ["RANK"])
     try:
         return _on_rank(config, rank, fn, args)
     finally:
         dist.destroy_process_group()
+
+
+def _join_torchrun(backend: str) -> None:
+    """Initialise the job's group, apart from what an attempt before a restart has left.
+
+    torchrun's agent may keep one store over restarts; the addresses in it are of ranks long dead.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"gtpgraph/attempt{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def _on_rank(config: JobConfig, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -106,6 +106,18 @@ def _compat_rendezvous(buffer: torch.Tensor, group_name: str) -> Any:
     return module.rendezvous(buffer, group_name)
 
 
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] of symmetric memory on a CUDA `device`, not attached yet, contents undefined.
+
+    Local; every rank of a group must ask for the same size.
+    """
+    from torch.distributed import _symmetric_memory
+
+    module: Any = _symmetric_memory
+    buffer: torch.Tensor = module.empty(nbytes, dtype=torch.uint8, device=device)
+    return buffer
+
+
 def attach(buffer: torch.Tensor, group_name: str) -> Peers:
     """Map the peers of ``buffer``; collective over the group, once per buffer, before any capture.
 

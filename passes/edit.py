@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +42,26 @@ def add_placeholder(graph: fx.Graph, name: str, val: Any) -> fx.Node:
     return node
 
 
+_deferred: list[fx.GraphModule] = []  # modules whose code is made when `one_recompile` closes
+
+
+@contextmanager
+def one_recompile(gm: fx.GraphModule) -> Iterator[None]:
+    """Several passes over one graph: its code is made once, at the end, not after each of them."""
+    _deferred.append(gm)
+    try:
+        yield
+    finally:
+        _deferred.remove(gm)
+        if gm not in _deferred:
+            gm.recompile()
+
+
 def finish(gm: fx.GraphModule, counts: dict[str, int]) -> PassResult:
     """Lint and recompile when anything was counted; an unmatched graph stays as it is."""
     modified = any(counts.values())
     if modified:
         gm.graph.lint()
-        gm.recompile()
+        if gm not in _deferred:
+            gm.recompile()
     return PassResult(gm, modified, counts)

@@ -26,6 +26,7 @@ from gtpgraph.passes.grad_ready import (
     ACCUMULATE_MANY,
     GRAD_READY,
     SHARD_REDUCE,
+    STAGED_ACCUMULATE,
     WGRAD_GEMM,
 )
 
@@ -160,7 +161,7 @@ def _members(node: fx.Node) -> list[Write]:
         columns = (slots, offsets, [scale] * len(wgrads), firsts)  # type: ignore[arg-type]
         rows: Any = zip(*columns, strict=True)  # type: ignore[arg-type]
         return [(str(flat), *row) for row in rows]
-    if node.target not in (ACCUMULATE, SHARD_REDUCE, WGRAD_GEMM):
+    if node.target not in (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE, WGRAD_GEMM):
         return []
     skip = 4 if node.target is WGRAD_GEMM else 3
     row: Any = node.args[skip : skip + 4]  # slot, offset, scale, first

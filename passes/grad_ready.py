@@ -22,18 +22,21 @@ import torch
 from torch import Tensor, fx
 
 import gtpgraph.kernels.ops
-import gtpgraph.kernels.readiness  # noqa: F401 - both register operators
+import gtpgraph.kernels.ops_staged
+import gtpgraph.kernels.readiness  # noqa: F401 - all register operators
 from gtpgraph.graph.sites import WgradSite, output_leaves, output_node
 from gtpgraph.passes.edit import PassResult, add_placeholder, call, finish
 
 ACCUMULATE = torch.ops.gtpgraph.accumulate.default
 # The same with the sum over ranks fused in: reads the chunks that an exchange delivered.
 SHARD_REDUCE = torch.ops.gtpgraph.shard_reduce.default
+# The same with the whole reduction in it, through a buffer that peers read.
+STAGED_ACCUMULATE = torch.ops.gtpgraph.staged_accumulate.default
 # Fused forms: the GEMM that makes the wgrad, and many small weights of a bucket in one launch.
 WGRAD_GEMM = torch.ops.gtpgraph.wgrad_gemm.default
 ACCUMULATE_MANY = torch.ops.gtpgraph.accumulate_many.default
 FUSED = (WGRAD_GEMM, ACCUMULATE_MANY)
-ACCUMULATES = (ACCUMULATE, SHARD_REDUCE)
+ACCUMULATES = (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE)
 GRAD_READY = torch.ops.gtpgraph.grad_ready.default
 BUCKET_REDUCE = torch.ops.gtpgraph.bucket_reduce.default
 
@@ -59,12 +62,14 @@ class BucketInputs:
 @dataclass(frozen=True)
 class Inserted:
     """What the pass did: the sites by number, the buckets in placeholder order (all flats, then
-    all betas), output positions that were removed, and the sites behind the extra outputs."""
+    all betas), output positions that were removed, and the sites behind the extra outputs. Staging
+    placeholders of the groups `staging` follow the betas, see `lower_symmetric_pass`."""
 
     sites: tuple[WgradSite, ...]
     buckets: tuple[int, ...]
     removed: tuple[int, ...]
     extra: tuple[WgradSite, ...]
+    staging: tuple[str, ...] = ()
 
 
 def grad_ready_pass(

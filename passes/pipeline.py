@@ -5,20 +5,20 @@ graph and the sites in order of execution. The regather pass runs earlier, on th
 
     joint:     find uses, regather
     backward:  find sites -> chains -> coalesce (an option) -> grad_ready -> lower collectives
-               -> late waits -> tokens
+               (symmetric: lower symmetric before it) -> late waits -> tokens
     verified, then:  fuse wgrad GEMMs -> fuse small accumulates -> tokens
-    forward:   lower collectives
+    forward:   lower collectives (symmetric: lower symmetric before it)
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import GraphWeight, Use, find_sites
@@ -33,6 +33,7 @@ from gtpgraph.passes.fuse import (
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place, grad_ready_pass
 from gtpgraph.passes.late_waits import late_waits_pass
 from gtpgraph.passes.lower_collectives import lower_collectives_pass
+from gtpgraph.passes.lower_symmetric import lower_symmetric_pass
 from gtpgraph.passes.snapshot import Snapshot
 from gtpgraph.passes.thread_tokens import thread_tokens_pass, unthread_tokens
 
@@ -46,7 +47,8 @@ class BackwardRequest:
     `weights` maps input positions of the traced graph to trainable weights; `uses`, `places` and
     `chains` are keyed by a weight's index in its wrapper, `buckets` by bucket number; `depth` is
     the number of reductions in flight before the oldest is waited for; `coalesce` sums a weight's
-    contributions before one reduction.
+    contributions before one reduction; `staging` are fake uint8 buffers by group where exchanges go
+    through symmetric memory, None for functional collectives.
     """
 
     weights: Mapping[int, GraphWeight]
@@ -58,6 +60,7 @@ class BackwardRequest:
     depth: int
     fake_mode: Any
     coalesce: bool = False
+    staging: Mapping[str, Tensor] | None = None
 
 
 def rewrite_backward(gm: fx.GraphModule, request: BackwardRequest) -> tuple[Inserted, Snapshot]:
@@ -81,22 +84,38 @@ def rewrite_backward(gm: fx.GraphModule, request: BackwardRequest) -> tuple[Inse
     )
     _log("grad_ready", result)
     inserted_graph = Snapshot.of(gm.graph)
+    groups = _lower(gm, request.wire_dtype, request.staging, request.fake_mode)
     for name, result in (
-        ("lower_collectives", _lower(gm, request)),
         ("late_waits", late_waits_pass(gm, depth=request.depth)),
         ("thread_tokens", thread_tokens_pass(gm)),
     ):
         _log(name, result)
-    return inserted, before.against(inserted_graph, inserted.removed)
+    return replace(inserted, staging=groups), before.against(inserted_graph, inserted.removed)
 
 
-def _lower(gm: fx.GraphModule, request: BackwardRequest) -> PassResult:
-    return lower_collectives_pass(gm, wire_dtype=request.wire_dtype, fake_mode=request.fake_mode)
+def _lower(
+    gm: fx.GraphModule,
+    wire_dtype: torch.dtype | None,
+    staging: Mapping[str, Tensor] | None,
+    fake_mode: Any,
+) -> tuple[str, ...]:
+    """Lower gathers and reduces; returns the groups of the staging placeholders."""
+    groups: tuple[str, ...] = ()
+    if staging is not None:
+        result, groups = lower_symmetric_pass(
+            gm, wire_dtype=wire_dtype, staging=staging, fake_mode=fake_mode
+        )
+        _log("lower_symmetric", result)
+    result = lower_collectives_pass(gm, wire_dtype=wire_dtype, fake_mode=fake_mode)
+    _log("lower_collectives", result)
+    return groups
 
 
-def rewrite_forward(gm: fx.GraphModule, fake_mode: Any) -> None:
-    """Run the forward passes on `gm`, in place."""
-    _log("lower_collectives", lower_collectives_pass(gm, wire_dtype=None, fake_mode=fake_mode))
+def rewrite_forward(
+    gm: fx.GraphModule, fake_mode: Any, staging: Mapping[str, Tensor] | None = None
+) -> tuple[str, ...]:
+    """Run the forward passes on `gm`, in place; the groups of appended staging placeholders."""
+    return _lower(gm, None, staging, fake_mode)
 
 
 def fuse_backward(gm: fx.GraphModule, fake_mode: Any, region: str) -> None:

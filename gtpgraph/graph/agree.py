@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from gtpgraph.graph.plan import RegionPlan
 from gtpgraph.graph.verify import first_difference
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
-from gtpgraph.passes.lower_collectives import is_launch
+from gtpgraph.passes.lower_symmetric import exchange_group, sent_by
 
 
 def collective_order(
@@ -20,12 +20,13 @@ def collective_order(
 ) -> dict[tuple[int, ...], str]:
     """By ranks: what a region's backward will issue on the groups that they form, line by line."""
     lines: dict[tuple[int, ...], list[str]] = {}
-    by_group = {s.spec.group_name: tuple(s.spec.ranks) for s in wrapper.states if s.spec}
+    specs = [s.spec for s in wrapper.states if s.spec is not None]
+    by_group = {s.group_name: tuple(s.ranks) for s in specs if s.group_name}
     for node in graph.nodes:
-        ranks = by_group.get(str(node.args[-1])) if is_launch(node) else None
+        ranks = by_group.get(exchange_group(node) or "")
         if ranks is not None:  # others are the model's own, on groups that we know nothing about
             kind = str(node.target).split(".")[1]
-            sent = " ".join(_shape(n.meta["val"]) for n in node.all_input_nodes)
+            sent = " ".join(_shape(n.meta["val"]) for n in sent_by(node))
             lines.setdefault(ranks, []).append(f"{kind} {sent}")
     for occurrence in plan.occurrences:
         side = wrapper.buckets[occurrence.bucket].side

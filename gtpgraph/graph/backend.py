@@ -43,7 +43,7 @@ def gtpgraph(
         gm: a graph captured by Dynamo.
         example_inputs: its inputs.
         options: fields of `CompileOptions`: lowering, ungraphed, reshard_after_forward,
-            reduces_in_flight, coalesce, and those of replay.
+            reduces_in_flight, coalesce, collectives, and those of replay.
         owner: whom the region belongs to, for callers that compile one wrapper several times.
         driver: the graph runtime for replay; None for CUDA.
 
@@ -100,7 +100,8 @@ def compile(
     reshard_after_forward: bool = True,
     reduces_in_flight: int = 1,
     coalesce: bool = False,
-    fuse: bool | None = None,
+    fuse: bool = False,
+    collectives: str = "functional",
     replay: str | None = None,
     dispatch: str = "event",
     max_captures: int = 8,
@@ -119,8 +120,13 @@ def compile(
         reduces_in_flight: GTP reductions in flight before the oldest is waited for.
         coalesce: sum a weight's contributions in a region before one reduction and one report:
             fewer collectives for more memory.
-        fuse: join each wgrad GEMM with its accumulate, and small accumulates with each other; None
-            does so on CUDA, where it saves launches and bytes.
+        fuse: join each wgrad GEMM with its accumulate, and small accumulates with each other:
+            fewer launches and bytes on a GPU.
+        collectives: "functional" gathers and reduces GTP weights through the process group;
+            "symmetric" with kernels over symmetric memory of one machine's GPUs, which a CUDA graph
+            can hold. Its buffers are made with the first region that is compiled, a collective over
+            each GTP group; nothing is then in flight, so `reduces_in_flight` has no effect. Norms
+            and biases leave with their buckets: give the wrapper the same option.
         replay: "cuda" captures each region's forward and backward as CUDA graphs in their second
             call and replays them from then on; None runs them.
         dispatch: of a replay: "event" starts a bucket's reduction when its last accumulate has run,
@@ -142,6 +148,7 @@ def compile(
         "reduces_in_flight": reduces_in_flight,
         "coalesce": coalesce,
         "fuse": fuse,
+        "collectives": collectives,
         "replay": replay,
         "dispatch": dispatch,
         "max_captures": max_captures,

@@ -35,7 +35,9 @@ from gtpgraph.graph.sites import (
 )
 from gtpgraph.graph.verify import verify
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
+from gtpgraph.parallel.staging import COLLECTIVES, Staging
 from gtpgraph.parallel.weights import WeightState, state_of
+from gtpgraph.passes.edit import one_recompile
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
 from gtpgraph.passes.pipeline import (
     BackwardRequest,
@@ -60,7 +62,8 @@ class CompileOptions:
     max_captures: int = 8
     max_in_flight: int = 4
     coalesce: bool = False
-    fuse: bool | None = None
+    fuse: bool = False
+    collectives: str = "functional"
 
     @property
     def replay_options(self) -> ReplayOptions:
@@ -77,6 +80,8 @@ class CompileOptions:
             bad.append(f"replay: expected None or 'cuda', got {self.replay!r}")
         if self.reduces_in_flight < 0:
             bad.append(f"reduces_in_flight: expected 0 or more, got {self.reduces_in_flight}")
+        if self.collectives not in COLLECTIVES:
+            bad.append(f"collectives: expected one of {COLLECTIVES}, got {self.collectives!r}")
         if bad:
             raise ValueError("gtpgraph.compile: " + "; ".join(bad) + ".")
         self.replay_options.check("gtpgraph.compile")
@@ -145,6 +150,11 @@ class RegionBuilder:
         self._wgrads: dict[int, tuple[str, ...]] = {}
         self.driver = driver
         self._num_saved = 0
+        self.forward_staging: list[Tensor] = []
+        self.forward_fakes: list[Tensor] = []
+        self._staging: Staging | None = None
+        if options.collectives == "symmetric":
+            self._staging = wrapper.region_staging()
         check_patterns(options.ungraphed, [f for s in wrapper.states for f in s.fqns])
 
     # -- callbacks of a lowering ----------------------------------------------------------------
@@ -162,9 +172,15 @@ class RegionBuilder:
             regather_pass(joint)
 
     def on_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Lower the forward graph's gathers, in place."""
-        rewrite_forward(gm, compat.fake_mode_of(inputs))
+        """Lower the forward graph's gathers, in place.
+
+        The appended placeholders take `forward_staging`; `forward_fakes` are their fake inputs.
+        """
+        fakes = self._fake_staging(inputs)
+        groups = rewrite_forward(gm, compat.fake_mode_of(inputs), fakes)
+        self.forward_staging = self._real_staging(groups)
         self._num_saved = compat.num_saved(output_node(gm.graph))
+        self.forward_fakes = [(fakes or {})[g] for g in groups]
 
     def on_backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Region, list[Tensor]]:
         """Rewrite and verify the backward graph, in place.
@@ -178,13 +194,15 @@ class RegionBuilder:
         request = BackwardRequest(
             self._weights, self._uses, self._places(), self._chains(), buckets,
             self.wrapper.options.gtp_wire_dtype, self.options.reduces_in_flight, fake_mode,
-            self.options.coalesce,
+            self.options.coalesce, self._fake_staging(inputs),
         )  # fmt: skip
-        inserted, snapshot = rewrite_backward(gm, request)
-        self.region = self._make_region(gm, inserted, snapshot, fake_mode)
+        with one_recompile(gm):
+            inserted, snapshot = rewrite_backward(gm, request)
+            self.region = self._make_region(gm, inserted, snapshot, fake_mode)
         self.region.texts = {"before": before, "after": str(gm.graph)}
         extra = [buckets[b].flat for b in inserted.buckets]
-        return self.region, extra + [buckets[b].beta for b in inserted.buckets]
+        extra += [buckets[b].beta for b in inserted.buckets]
+        return self.region, extra + [(request.staging or {})[g] for g in inserted.staging]
 
     # -- what the passes need -------------------------------------------------------------------
 
@@ -207,6 +225,15 @@ class RegionBuilder:
             inputs[number] = BucketInputs(flat, beta)
         return inputs
 
+    def _fake_staging(self, inputs: Sequence[Any]) -> dict[str, Tensor] | None:
+        if self._staging is None:
+            return None
+        mode, real = compat.fake_mode_of(inputs), self._staging
+        return {g: mode.from_tensor(real[g], static_shapes=True) for g in real.groups}
+
+    def _real_staging(self, groups: Sequence[str]) -> list[Tensor]:
+        return [] if self._staging is None else [self._staging[g] for g in groups]
+
     def _make_region(
         self, gm: fx.GraphModule, inserted: Inserted, snapshot: Snapshot, fake_mode: Any
     ) -> Region:
@@ -214,7 +241,7 @@ class RegionBuilder:
         name = wrapper.name_region(compat.frame_ids())
         plan = region_plan(name, gm.graph, inserted, wrapper.states)
         self._verify(gm, inserted, snapshot, plan.occurrences, name)
-        if self._fuses():
+        if self.options.fuse:
             fuse_backward(gm, fake_mode, name)
             plan = region_plan(name, gm.graph, inserted, wrapper.states)
         by_fqn = {s.fqn: s for s in wrapper.states}
@@ -226,7 +253,7 @@ class RegionBuilder:
         agree_on_order(wrapper, name, gm.graph, plan)
         region = Region(
             wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
-            self.owner, self.options.lowering,
+            self._real_staging(inserted.staging), self.owner, self.options.lowering,
         )  # fmt: skip
         if self.driver is not None:
             region.replay = RegionReplay(
@@ -239,11 +266,6 @@ class RegionBuilder:
             wrapper.add_closer(region.replay.close)
         wrapper.add_region(region)
         return region
-
-    def _fuses(self) -> bool:
-        if self.options.fuse is not None:
-            return self.options.fuse
-        return all(s.param.is_cuda for s in self._states.values())
 
     def _verify(
         self,

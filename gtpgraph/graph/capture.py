@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,13 +30,19 @@ from gtpgraph.parallel.ready import Report
 log = logging.getLogger("gtpgraph.replay")
 
 
+Place = tuple[dict[str, Tensor], str]  # a module's parameters or buffers, and a name in them
+
+
 @dataclass(eq=False)
 class _Step:
-    """What is known of one input shape: the reports of its first run, then its graph."""
+    """What is known of one input shape: the reports of its first run, then its graph, and where it
+    reads parameters and buffers."""
 
     reports: list[Report]
     captured: Captured | None = None
     recording: Recording | None = None
+    places: list[Place] = field(default_factory=list)
+    pointers: list[int] = field(default_factory=list)
 
 
 class CapturedStep:
@@ -54,21 +60,25 @@ class CapturedStep:
         self._step = step
         self._driver = driver
         self._known: dict[ShapeKey, _Step] = {}
-        self._told = False
+        self._told = self._closed = False
         wrapper.add_closer(self.close)
 
     def __call__(self, *batch: Any) -> Any:
-        """Run the step; its result (the loss) is valid until the next call."""
+        """Run the step; its result (the loss) is valid until the next call.
+
+        Raises:
+            RuntimeError: the captured step or its wrapper is closed, a parameter has moved, or the
+                step cannot be captured. NotImplementedError: an input that needs a gradient.
+        """
+        self._check_call(batch)
         key = self._key(batch)
         known = self._known.get(key)
         if known is None:
             return self._first(key, batch)
         if known.captured is None:
-            if sum(k.captured is not None for k in self._known.values()) >= (
-                self.options.max_captures
-            ):
+            if self._is_full(key):
                 self._tell()
-                return self._step(*batch)
+                return self._run(batch)
             self._capture(known, batch, bool(key[0]))
         return self._replay(known, batch)
 
@@ -80,6 +90,7 @@ class CapturedStep:
         Raises:
             RuntimeError: no step of these shapes has run yet, or it cannot be captured.
         """
+        self._check_call(batch)
         key = self._key(batch)
         known = self._known.get(key)
         if known is None:
@@ -91,12 +102,38 @@ class CapturedStep:
             self._capture(known, batch, bool(key[0]))
 
     def _key(self, batch: tuple[Any, ...]) -> ShapeKey:
-        shapes = (tuple(a.shape) if isinstance(a, Tensor) else a for a in batch)
-        return (self.options.dispatch == "in_graph" and self.wrapper.sync, *shapes)
+        shapes = ((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else (type(a), a)
+                  for a in batch)  # fmt: skip
+        reducing = self.options.dispatch == "in_graph" and self.wrapper.sync
+        return (reducing, self.wrapper.ledger.frozen, *shapes)
+
+    def _is_full(self, key: ShapeKey) -> bool:
+        """Whether these shapes would be one too many; variants of captured ones are not."""
+        captured = {k[2:] for k, known in self._known.items() if known.captured is not None}
+        return key[2:] not in captured and len(captured) >= self.options.max_captures
+
+    def _check_call(self, batch: tuple[Any, ...]) -> None:
+        self.wrapper.check_open("captured step")
+        if self._closed:
+            raise RuntimeError(
+                "captured step: expected an open one, got a call after close(). Capture it again "
+                "with gtpgraph.capture."
+            )
+        needing = [i for i, a in enumerate(batch) if isinstance(a, Tensor) and a.requires_grad]
+        if needing:
+            raise NotImplementedError(
+                f"captured step: expected inputs without gradients, got requires_grad at positions "
+                f"{needing}: a replay would not deliver them. Detach them, or use "
+                "gtpgraph.compile(model, replay='cuda'), whose regions do."
+            )
+
+    def _run(self, batch: tuple[Any, ...]) -> Any:
+        with self.wrapper.numbering_uses():
+            return self._step(*batch)
 
     def _first(self, key: ShapeKey, batch: tuple[Any, ...]) -> Any:
         before = len(self.wrapper.reports)
-        result = self._step(*batch)
+        result = self._run(batch)
         if self.wrapper.sync:  # under no_sync nothing is reported, so nothing is learned either
             reports = self.wrapper.reports[before:]
             for reducing in {True, False} if self.options.dispatch == "in_graph" else {False}:
@@ -114,33 +151,36 @@ class CapturedStep:
             )
 
     def _capture(self, known: _Step, batch: tuple[Any, ...], reducing: bool) -> None:
-        needing = [i for i, a in enumerate(batch) if isinstance(a, Tensor) and a.requires_grad]
-        if needing:
-            raise NotImplementedError(
-                f"captured step: expected inputs without gradients, got requires_grad at positions "
-                f"{needing}: a replay would not deliver them. Detach them, or use "
-                "gtpgraph.compile(model, replay='cuda'), whose regions do."
-            )
         wrapper = self.wrapper
         by_fqn = {s.fqn: s for s in wrapper.states}
         last = Counter(by_fqn[r.weight].bucket.number for r in known.reports)
+        for number in wrapper.foreign_buckets:  # their silent weights are in no report
+            del last[number]
         record = Recording(
             wrapper, self._driver, last, in_graph=frozenset(last if reducing else ())
         )
         record.betas = {b.number: b.zeros.clone() for b in wrapper.buckets}
         step = self._step
         with wrapper.recording_into(record):
-            known.captured = capture_call(
+            captured = capture_call(
                 self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step",
                 record.seal,
             )  # fmt: skip
-        record.check([(r.weight, r.use) for r in known.reports], "captured step")
-        known.recording = record
+        try:
+            made = [(r.weight, r.use) for r in known.reports]
+            record.check(made, "captured step", reported=True)
+        except RuntimeError:
+            captured.graph.reset()
+            raise
+        known.captured, known.recording = captured, record
+        known.places, known.pointers = places_of(wrapper.module)
 
     def _replay(self, known: _Step, batch: tuple[Any, ...]) -> Any:
         captured, record = known.captured, known.recording
         assert captured is not None and record is not None
         wrapper = self.wrapper
+        if known.pointers != [d[k].data_ptr() for d, k in known.places]:
+            self._name_moved(known)
         wrapper.enter_replay(record)
         captured.feed(list(batch))
         record.prepare()
@@ -152,12 +192,37 @@ class CapturedStep:
         wrapper.report_replay(record)
         return _result([o.detach() if isinstance(o, Tensor) else o for o in captured.outputs])
 
+    def _name_moved(self, known: _Step) -> None:
+        moved = [
+            key
+            for (tensors, key), pointer in zip(known.places, known.pointers, strict=True)
+            if tensors[key].data_ptr() != pointer
+        ]
+        raise RuntimeError(
+            f"captured step: expected parameters and buffers where they were captured, got others "
+            f"for {moved[:8]}: they were replaced (.to(), load with assign=True, swapped data). "
+            "Capture the model again after such a change."
+        )
+
     def close(self) -> None:
         """Free the graphs. Idempotent; the wrapper's close() calls it, before groups go."""
+        self._closed = True
         for known in self._known.values():
             if known.captured is not None:
                 known.captured.graph.reset()
         self._known.clear()
+
+
+def places_of(module: nn.Module) -> tuple[list[Place], list[int]]:
+    """Where the tensors of a module are kept, for a look before each replay, and their addresses."""
+    places: list[Place] = [
+        (tensors, key)
+        for part in module.modules()
+        for tensors in (part._parameters, part._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None
+    ]  # type: ignore[misc]
+    return places, [tensors[key].data_ptr() for tensors, key in places]
 
 
 def _as_list(result: Any) -> list[Any]:

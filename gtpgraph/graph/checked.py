@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from gtpgraph.graph.plan import Occurrence
-from gtpgraph.passes.grad_ready import Place
+from gtpgraph.passes.grad_ready import STAGED_ACCUMULATE, Place
 from gtpgraph.passes.lower_collectives import EXCHANGE, REDUCE_SCATTER, WAIT, is_launch
+from gtpgraph.passes.lower_symmetric import exchange_group
 from gtpgraph.passes.snapshot import Snapshot
 
 _ADD = torch.ops.aten.add.Tensor
@@ -56,11 +58,12 @@ class Checked:
     def weight_at(self, accumulate: fx.Node) -> Expected | None:
         """The weight whose main_grad an accumulate writes, by flat buffer and offset."""
         flat, offset = accumulate.args[0], accumulate.args[4]
-        for weight in self.weights:
-            named = isinstance(flat, fx.Node) and flat.target == f"main_grad_{weight.place.bucket}"
-            if named and weight.place.offset == offset:
-                return weight
-        return None
+        name = flat.target if isinstance(flat, fx.Node) else None
+        return self._by_place.get((name, offset))
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[object, object], Expected]:
+        return {(f"main_grad_{w.place.bucket}", w.place.offset): w for w in self.weights}
 
     def nodes(self, *targets: object) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
@@ -88,8 +91,14 @@ def summed_wgrads(node: object, names: Sequence[str]) -> list[str]:
     return found
 
 
+def reduced_over(accumulate: fx.Node) -> str:
+    """Names of the groups that what an accumulate adds was reduced over, "" for none."""
+    own = exchange_group(accumulate) if accumulate.target is STAGED_ACCUMULATE else None
+    return " and ".join(g for g in (group_of(accumulate.args[1]), own) if g)
+
+
 def group_of(node: object) -> str:
-    """Name of the group that a contribution was reduced over, "" for none."""
+    """Name of the group that a contribution was reduced over before it, "" for none."""
     while isinstance(node, fx.Node) and node.target in _LOOK_THROUGH:
         node = node.args[0]
     if isinstance(node, fx.Node) and node.target is WAIT:

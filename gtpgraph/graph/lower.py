@@ -51,7 +51,8 @@ def lower_inductor(gm: fx.GraphModule, inputs: Sequence[Any], builder: RegionBui
             compiled = compat.inductor_inner(graph, [*fakes, *extra], **kw)
             return region.wrap_backward(compiled)
         builder.on_forward(graph, fakes)
-        return _Forward(builder, compat.inductor_inner(graph, fakes, **kw))
+        extended = [*fakes, *builder.forward_fakes]
+        return _Forward(builder, compat.inductor_inner(graph, extended, **kw))
 
     with compat.eager_backward_compile():
         return compat.inductor_compile(
@@ -74,9 +75,13 @@ class _Forward:
         self._builder = builder
         self._compiled = compiled
         self._wrapped: Lowered | None = None
+        self._staging = builder.forward_staging
 
     def __call__(self, args: list[Any]) -> Any:
         self._builder.wrapper.publish_weights()  # the graph may gather ahead of any module's turn
+        if self._staging:
+            self._builder.wrapper.enter_staging()
+            args.extend(self._staging)
         if self._wrapped is None:
             region = self._builder.region
             if region is None:  # nothing of this graph needs a gradient

@@ -3,7 +3,7 @@
 In: the arguments that AOTAutograd passes. Out: its results, None where a gradient was finalised
 inside. Around the backward graph::
 
-    may it run? -> append flat buffers and betas -> run (grad_ready ops call back here)
+    may it run? -> append flat buffers, betas, staging -> run (grad_ready ops call back here)
                 -> were the reports those of the plan? -> finalise the UNGRAPHED wgrads eagerly
 """
 
@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from gtpgraph import compat
 from gtpgraph.graph.chains import group_occurrences
@@ -49,7 +51,8 @@ class Region:
 
     `sites` are GRAPHED, by site number; `leaving` are the UNGRAPHED contributions, in the order of
     the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders;
-    `removed` are output positions that the graph no longer has.
+    `staging` are the buffers of the placeholders behind those; `removed` are output positions that
+    the graph no longer has.
     """
 
     wrapper: DistributedDataParallel
@@ -59,6 +62,7 @@ class Region:
     leaving: Sequence[RegionSite]
     buckets: Sequence[int]
     removed: Sequence[int]
+    staging: Sequence[Tensor] = ()
     owner: object = None
     lowering: str = "eager"
     texts: dict[str, str] = field(default_factory=dict)
@@ -74,9 +78,14 @@ class Region:
         def forward(args: list[Any]) -> Any:
             if compat.backward_id() is None:
                 self.note_forward()
-            if self.replay is None or self.wrapper.recording is not None:
-                return compat.call_boxed(compiled, args)
-            return self.replay.forward(compiled, args)
+            try:
+                if self.replay is None or self.wrapper.recording is not None:
+                    return compat.call_boxed(compiled, args)
+                return self.replay.forward(compiled, args)
+            except BaseException:  # no output, so its backward cannot come
+                if compat.backward_id() is None and self.wrapper.recording is None:
+                    self.wrapper.ledger.forget_forward(self.calls)
+                raise
 
         return compat.boxed(forward)
 
@@ -86,6 +95,7 @@ class Region:
         def backward(args: list[Any]) -> list[Any]:
             wrapper = self.wrapper
             wrapper.enter_backward()
+            wrapper.enter_staging()
             if wrapper.recording is None:
                 wrapper.ledger.region_backward(self.calls, sync=wrapper.sync)
             try:
@@ -115,6 +125,7 @@ class Region:
         owned = [self.wrapper.buckets[b] for b in self.buckets]
         args.extend(bucket.flat for bucket in owned)
         args.extend(record.beta(b) if record is not None else b.beta() for b in owned)
+        args.extend(self.staging)
         run = _Run(self)
         with recording(run):
             outputs = list(compat.call_boxed(compiled, args))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,11 +92,7 @@ class Instance:
 
     forward: Captured | None = None
     backwards: dict[bool, tuple[Captured, Recording]] = field(default_factory=dict)
-    sentinel: weakref.ref[Tensor] | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        return self.sentinel is not None and self.sentinel() is not None
+    in_flight: bool = False  # from a forward to its backward
 
 
 @dataclass(eq=False)
@@ -114,6 +109,7 @@ class RegionReplay:
     instances: dict[ShapeKey, list[Instance]] = field(default_factory=dict)
     _by_pointer: dict[int, Instance] = field(default_factory=dict)
     _told: bool = False
+    _closed: bool = False
 
     @property
     def family(self) -> str:
@@ -124,7 +120,7 @@ class RegionReplay:
     def forward(self, compiled: Any, args: list[Any]) -> Any:
         """Run the region's forward: captured where that is possible."""
         key = tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args)
-        if key not in self.warm:
+        if key not in self.warm or self._closed:
             self.warm.add(key)
             return compat.call_boxed(compiled, args)
         instance = self._free_instance(key)
@@ -139,6 +135,9 @@ class RegionReplay:
         return self._hand_out(instance, captured)
 
     def _free_instance(self, key: ShapeKey) -> Instance | None:
+        if self.region.calls.outstanding <= 1:  # this call's own: no earlier backward is owed
+            for instance in (i for known in self.instances.values() for i in known):
+                instance.in_flight = False
         known = self.instances.get(key)
         if known is None:
             if self.shapes[self.family] >= self.options.max_captures:
@@ -167,19 +166,19 @@ class RegionReplay:
 
     def _static_pointers(self) -> set[int]:
         module = self.region.wrapper.module
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = [*module.parameters(), *module.buffers(), *self.region.wrapper.staging_buffers()]
         return {t.data_ptr() for t in tensors}
 
     def _hand_out(self, instance: Instance, captured: Captured) -> list[Any]:
         """Results as new tensors over the same memory: autograd marks what it is given."""
         cut = len(captured.outputs) - self.num_saved
         results = [o.detach() if isinstance(o, Tensor) else o for o in captured.outputs[:cut]]
-        saved = list(captured.outputs[cut:])
-        own = set(captured.pointers)  # a saved view of a parameter tells no instance from another
-        for k, tensor in enumerate(saved):
+        saved = captured.outputs[cut:]
+        # A saved view of a parameter tells no instance from another; the copy of an input does.
+        own = {p for k, p in enumerate(captured.pointers) if k not in captured.dynamic}
+        instance.in_flight = True
+        for tensor in saved:
             if isinstance(tensor, Tensor) and tensor.numel() and tensor.data_ptr() not in own:
-                saved[k] = tensor.detach()
-                instance.sentinel = weakref.ref(saved[k])
                 self._by_pointer[tensor.data_ptr()] = instance
                 break
         return results + saved
@@ -198,7 +197,7 @@ class RegionReplay:
     def backward(self, compiled: Any, args: list[Any], instance: Instance) -> list[Any]:
         """Capture if need be, replay, report; returns the graph's outputs (copies).
 
-        `args` are AOTAutograd's; flat buffers and betas are appended here.
+        `args` are AOTAutograd's; flat buffers, betas and staging are appended here.
         """
         region, wrapper = self.region, self.region.wrapper
         reducing = self.options.dispatch == "in_graph" and wrapper.sync
@@ -211,7 +210,7 @@ class RegionReplay:
         args.clear()
         record.prepare()
         captured.graph.replay()
-        instance.sentinel = None
+        instance.in_flight = False
         events = record.events
         if self.options.dispatch == "after":
             end = self.driver.now()
@@ -236,6 +235,7 @@ class RegionReplay:
         record = Recording(region.wrapper, self.driver, last, in_graph=whole)
         record.betas = {b.number: b.zeros.clone() for b in owned}
         extra = [b.flat for b in owned] + [record.betas[b.number] for b in owned]
+        extra += region.staging
         static = self._static_pointers() | {t.data_ptr() for t in extra}
         assert instance.forward is not None
         for tensor in (*instance.forward.inputs, *instance.forward.outputs):
@@ -259,6 +259,7 @@ class RegionReplay:
                     captured.graph.reset()
         self.instances.clear()
         self._by_pointer.clear()
+        self._closed = True
 
 
 class _Recorder:

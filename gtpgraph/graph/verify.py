@@ -18,9 +18,9 @@ from gtpgraph import compat
 from gtpgraph.graph.checked import (
     Checked,
     Expected,
-    group_of,
     is_main_grad,
     last_read,
+    reduced_over,
     summed_wgrads,
     wgrad_behind,
     written_by,
@@ -29,6 +29,7 @@ from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.sites import output_node
 from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, GRAD_READY
 from gtpgraph.passes.lower_collectives import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, WAIT, is_launch
+from gtpgraph.passes.lower_symmetric import STAGED, exchange_group, is_staging
 
 _OURS = (*ACCUMULATES, GRAD_READY, BUCKET_REDUCE)
 
@@ -93,7 +94,7 @@ def _v03(g: Checked) -> Iterator[str]:
         if weight is None:
             yield f"{node}: writes {node.args[0]} at {node.args[4]}, no weight's main_grad"
             continue
-        group, place = group_of(node.args[1]), weight.place
+        group, place = reduced_over(node), weight.place
         if group != weight.group:
             yield f"{weight.fqn}: expected a reduction over group {weight.group!r}, got {group!r}"
         beta = getattr(node.args[2], "target", None)
@@ -160,10 +161,22 @@ def _v07(g: Checked) -> Iterator[str]:
         if not (isinstance(launch, fx.Node) and is_launch(launch)):
             yield f"{node}: waits for {launch}, which launches nothing"
     for node in g.graph.nodes:
-        for buffer in (b for b in written_by(node) if not is_main_grad(b)):
+        for buffer in (b for b in written_by(node) if not (is_main_grad(b) or is_staging(b))):
             late = [u for u in buffer.users if u is not node and last_read(u, order) > order[node]]
             if late:
                 yield f"{node}: rewrites {buffer}, which {late[0]} still reads"
+    for buffer in (n for n in g.graph.nodes if is_staging(n)):
+        yield from _staged_alone(buffer)
+
+
+def _staged_alone(buffer: fx.Node) -> Iterator[str]:
+    """A staging buffer is filled and exchanged by one op at a time, over one group."""
+    groups = {exchange_group(u) for u in buffer.users if u.target in STAGED}
+    if len(groups) > 1:
+        yield f"{buffer}: expected exchanges over one group, got {sorted(map(str, groups))}"
+    for user in buffer.users:
+        if user.target not in STAGED or buffer not in written_by(user):
+            yield f"{user}: touches {buffer}, which gathers and accumulates through it alone may"
 
 
 def _v08(g: Checked) -> Iterator[str]:
@@ -218,7 +231,7 @@ RULES = (
     Rule("V04", "UNGRAPHED contributions leave the region and its plan", _v04),
     Rule("V05", "occurrences of a weight are its uses", _v05),
     Rule("V06", "a bucket is reduced after all its occurrences, and not touched again", _v06),
-    Rule("V07", "every launch has one wait before its first use", _v07),
+    Rule("V07", "every launch has one wait before its first use, a staging buffer one group", _v07),
     Rule("V08", "inserting adds nodes and removes only finalised outputs", _v08),
     Rule("V09", "ranks that share a group hold one order of collectives on it", _v09),
 )

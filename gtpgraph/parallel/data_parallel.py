@@ -25,8 +25,10 @@ from gtpgraph.kernels.comm import HANDLE_ATTRIBUTE
 from gtpgraph.parallel.eager import EagerQueue, GradHandle
 from gtpgraph.parallel.process_groups import ProcessGroups
 from gtpgraph.parallel.ready import ReadyLedger, Report
+from gtpgraph.parallel.reduction_symmetric import reduce_symmetrically
 from gtpgraph.parallel.regather import regather_in_backward
 from gtpgraph.parallel.setup import WrapperOptions, build_states, frozen_weights, resolve_groups
+from gtpgraph.parallel.staging import Staging, weight_staging
 from gtpgraph.parallel.status import Exchange, StepFault, side_key
 from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.parallel.weights import STATE_ATTRIBUTE, WeightState
@@ -57,6 +59,9 @@ class DistributedDataParallel(nn.Module):
             keep them (compiled regions have an option of the same name).
         nccl_ub: buckets in memory that NCCL allocates and registers; False, True (registered here,
             with a barrier before and after on each bucket's own group) or "manual".
+        collectives: how buckets are reduced: "functional" through their process groups, or
+            "symmetric" with kernels over symmetric memory of one machine's GPUs, which a CUDA graph
+            can hold (making the wrapper is then a collective over each of the groups).
         timeout_s: how long a rank waits for the status of the others, in seconds.
 
     Raises:
@@ -79,9 +84,12 @@ class DistributedDataParallel(nn.Module):
         loss: str = "mean",
         reshard_after_forward: bool = True,
         nccl_ub: bool | str = False,
+        collectives: str = "functional",
         timeout_s: float = 60.0,
     ) -> None:
-        options = WrapperOptions(bucket_mb, grad_dtype, wire_dtype, reduce, loss, nccl_ub)
+        options = WrapperOptions(
+            bucket_mb, grad_dtype, wire_dtype, reduce, loss, nccl_ub, collectives
+        )
         options.check()
         resolved = resolve_groups(groups)
         super().__init__()
@@ -93,6 +101,10 @@ class DistributedDataParallel(nn.Module):
         self.states, self.buckets = build_states(
             module, resolved, options, weakref.ref(self), self.user_buffers
         )
+        self._bucket_staging: list[Staging] = []
+        if collectives == "symmetric":
+            self._bucket_staging = reduce_symmetrically(self.buckets)
+        self._region_staging: Staging | None = None
         self.ledger = ReadyLedger(
             [(s.fqn, s.bucket.number, s.spec is not None) for s in self.states],
             len(self.buckets),
@@ -225,6 +237,23 @@ class DistributedDataParallel(nn.Module):
         self._foreign_hooks = self._foreign_hooks - {state.index} | foreign
         self.ledger.watch(state.index, hook == self._mark_ready)
 
+    @property
+    def foreign_buckets(self) -> frozenset[int]:
+        """Buckets with a weight whose reports go elsewhere: they leave at the end of a step."""
+        return frozenset(self.states[i].bucket.number for i in self._foreign_hooks)
+
+    @contextmanager
+    def numbering_uses(self) -> Iterator[None]:
+        """Inside, a weight's eager uses are numbered from 1, whatever the step has run before."""
+        gathers = [state.gathers for state in self.states]
+        for state in self.states:
+            state.gathers = 0
+        try:
+            yield
+        finally:
+            for state, count in zip(self.states, gathers, strict=True):
+                state.gathers += count
+
     def _mark_ready(self, weight: nn.Parameter, report: Report) -> None:
         state: WeightState = getattr(weight, STATE_ATTRIBUTE)
         self.ledger.report(state.index, captured=self._declared)
@@ -328,6 +357,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._check_contributing()
         self.publish_weights()
+        self.enter_staging()
         self._microbatch += 1
         self.ledger.enter_replay(record.counts, record.calls, sync=self._sync)
 
@@ -542,6 +572,23 @@ class DistributedDataParallel(nn.Module):
             self._driver = make()
         return self._driver
 
+    def region_staging(self) -> Staging:
+        """The buffers through which compiled regions gather and reduce GTP weights; the first call
+        is a collective over each GTP group (see `weight_staging`)."""
+        if self._region_staging is None:
+            self._region_staging = weight_staging(self.module, self.options.gtp_wire_dtype)
+        return self._region_staging
+
+    def staging_buffers(self) -> list[Tensor]:
+        """The buffers of `region_staging` that exist, uint8 [bytes] each."""
+        staging = self._region_staging
+        return [] if staging is None else [staging[g] for g in staging.groups]
+
+    def enter_staging(self) -> None:
+        """Before work that uses the regions' staging buffers: behind the last, on any stream."""
+        if self._region_staging is not None:
+            self._region_staging.enter()
+
     def add_closer(self, closer: Callable[[], None]) -> None:
         """Call `closer` when the wrapper is closed: captured graphs go before groups do."""
         self._closers.append(closer)
@@ -556,6 +603,9 @@ class DistributedDataParallel(nn.Module):
             closer()
         for bucket in () if self._stuck else self.buckets:
             bucket.wait_reduce()
+        for staging in (*self._bucket_staging, self._region_staging):
+            if staging is not None:
+                staging.close(stuck=bool(self._stuck))
         for handle, state in zip(self._hooks, self.states, strict=True):
             handle.remove()
             for name in (STATE_ATTRIBUTE, HANDLE_ATTRIBUTE, "main_grad"):

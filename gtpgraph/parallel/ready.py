@@ -13,70 +13,12 @@ A weight is satisfied when no region call is outstanding and the eager part has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
+from gtpgraph.parallel.ready_faults import disagreements, short_regions, short_weights, some
+from gtpgraph.parallel.ready_records import RegionCalls, ReplayCounts, Report, WeightCount
 
-@dataclass(frozen=True)
-class Report:
-    """One readiness report: the weight's first FQN, use k (from 1), region (None: eager) and the
-    backward pass of the step (from 0)."""
-
-    weight: str
-    use: int
-    region: str | None
-    microbatch: int
-
-
-@dataclass(frozen=True)
-class ReplayCounts:
-    """What one replay of a graph reports: (weight, eager reports, declared reports) for each
-    weight, and its buckets in the order of their last occurrences."""
-
-    weights: tuple[tuple[int, int, int], ...]
-    buckets: tuple[int, ...]
-
-
-@dataclass
-class RegionCalls:
-    """What one region declares, and its calls since the last finished step.
-
-    `sites` counts the occurrences of each weight (by index) in one backward; `uses` its uses, which
-    differ when contributions are coalesced.
-    """
-
-    name: str
-    sites: Mapping[int, int]
-    uses: Mapping[int, int]
-    whole_model: bool = False
-    forwards: int = 0
-    backwards: int = 0
-    synced: int = 0  # backwards that reported, that is outside no_sync()
-    calls_a_step: int | None = None  # forwards of the last finished step
-    synced_a_step: int | None = None
-
-    @property
-    def outstanding(self) -> int:
-        return self.forwards - self.backwards
-
-
-@dataclass
-class _Weight:
-    name: str
-    bucket: int
-    is_gtp: bool
-    owed: int = 0  # occurrences of region calls that have not run backward yet
-    eager: int = 0  # reports made by eager finalisations
-    captured: int = 0  # reports made by regions
-    gathers: int = 0  # eager gathers under grad: an upper bound of the eager part
-    contributed: bool = False
-    watched: bool = True  # False: its reports go elsewhere, so its bucket leaves at the end
-    frozen: bool = False  # since the step began: it owes nothing, and its bucket does not wait
-    regions: list[RegionCalls] = field(default_factory=list)
-
-    @property
-    def reports(self) -> int:
-        return self.eager + self.captured
+__all__ = ["ReadyLedger", "RegionCalls", "ReplayCounts", "Report"]
 
 
 class ReadyLedger:
@@ -94,7 +36,7 @@ class ReadyLedger:
         num_buckets: int,
         on_bucket: Callable[[int], None],
     ) -> None:
-        self._weights = [_Weight(*w) for w in weights]
+        self._weights = [WeightCount(*w) for w in weights]
         self._members: list[list[int]] = [[] for _ in range(num_buckets)]
         for index, weight in enumerate(self._weights):
             self._members[weight.bucket].append(index)
@@ -156,7 +98,7 @@ class ReadyLedger:
             raise RuntimeError(
                 f"region {region.name}: expected {region.forwards} backward(s) for as many forward "
                 f"calls, got one more (retain_graph and a second backward, or a backward after "
-                f"finish_grad_sync()); surplus reports of {_some(names)}. Call the model once for "
+                f"finish_grad_sync()); surplus reports of {some(names)}. Call the model once for "
                 "each backward, and run all but the last under no_sync()."
             )
         region.backwards += 1
@@ -175,7 +117,7 @@ class ReadyLedger:
             names = [w.name for w in self._weights if w.bucket in late]
             raise RuntimeError(
                 f"captured step: expected one replay in this step, got one more; surplus reports "
-                f"of {_some(names)}. Run all but the last under no_sync()."
+                f"of {some(names)}. Run all but the last under no_sync()."
             )
         for index, _, declared in counts.weights:
             self._weights[index].owed += declared
@@ -316,48 +258,12 @@ class ReadyLedger:
 
     def faults(self, *, allow_unused: bool) -> list[str]:
         """What is wrong at the end of a synchronised step, one line a weight or region."""
-        lines = [] if allow_unused else self._short_regions()
         learned = self._lessons(self._active()) or [None] * len(self._weights)
-        for index, weight in enumerate(self._weights):
-            if not weight.watched or weight.frozen:
-                continue
-            expected = learned[index]
-            if not weight.reports and not weight.contributed and not allow_unused:
-                lines.append(
-                    f"{weight.name}: expected at least one readiness report, got none: no backward "
-                    "of this step reached it. Freeze it, use it, or wrap with allow_unused=True."
-                )
-            elif expected is not None and weight.eager != expected and not allow_unused:
-                lines.append(
-                    f"{weight.name}: expected {expected} eager report(s) (learned), got "
-                    f"{weight.eager}. Call forget_ready_counts() if the model's use has changed."
-                )
-        return lines + self._disagreements()
-
-    def _short_regions(self) -> list[str]:
-        return [
-            f"region {r.name}: expected {r.forwards} backward(s) for as many forward calls under "
-            f"grad, got {r.backwards}; {_some(self._weights[i].name for i in r.sites)} would wait "
-            "for ever. Run forwards without a backward under torch.no_grad(), or wrap with "
-            "allow_unused=True."
-            for r in self._regions.values()
-            if r.outstanding
-        ]
-
-    def _disagreements(self) -> list[str]:
-        """GTP weights whose captured and eager counts differ (both must have been seen)."""
-        learned = self._lessons(frozenset())
-        if learned is None or not self._active():
-            return []
-        lines = []
-        for index, weight in enumerate(self._weights):
-            declared = sum(r.synced * r.uses.get(index, 0) for r in weight.regions)
-            got = declared + weight.eager
-            if weight.is_gtp and declared and learned[index] not in (None, got):
-                lines.append(
-                    f"{weight.name}: expected {learned[index]} report(s) as learned in an eager "
-                    f"step, got {got} from the plan (uses) and eager code together."
-                )
+        lines = [] if allow_unused else short_regions(self._regions.values(), self._weights)
+        lines += [] if allow_unused else short_weights(self._weights, learned)
+        eager = self._lessons(frozenset())
+        if eager is not None and self._active():
+            lines += disagreements(self._weights, eager)
         return lines
 
     def close_step(self) -> None:
@@ -399,6 +305,11 @@ class ReadyLedger:
         self.dispatched = [False] * len(self.dispatched)
         self.left = []
 
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Weights that need no gradient in this step, by index."""
+        return self._frozen
+
     def _freeze(self, frozen: frozenset[int]) -> None:
         if frozen == self._frozen:
             return
@@ -422,9 +333,3 @@ class ReadyLedger:
             times = 1 if region.synced_a_step is None else region.synced_a_step
             captured.update({i: n * times for i, n in region.sites.items()})
         return {w.name: captured[i] + (eager[i] or 0) for i, w in enumerate(self._weights)}
-
-
-def _some(names: Iterable[str], limit: int = 6) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -17,6 +17,7 @@ from torch import nn
 from gtpgraph.parallel.buckets import Bucket, BucketKey, GroupSide, build_buckets
 from gtpgraph.parallel.process_groups import UNSET, ProcessGroups
 from gtpgraph.parallel.sharding import ShardSpec, all_weights, gtp_weights
+from gtpgraph.parallel.staging import COLLECTIVES
 from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.parallel.weights import WeightState, state_of
 
@@ -36,6 +37,7 @@ class WrapperOptions:
     reduce: str
     loss: str
     nccl_ub: bool | str = False
+    collectives: str = "functional"
 
     def check(self) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -46,12 +48,15 @@ class WrapperOptions:
             ("reduce", self.reduce, ("reduce_scatter", "all_reduce")),
             ("loss", self.loss, ("mean", "per_token")),
             ("nccl_ub", self.nccl_ub, (False, True, "manual")),
+            ("collectives", self.collectives, COLLECTIVES),
         ]
         bad = [
             f"{name}: expected one of {known}, got {value!r}"
             for name, value, known in allowed
             if value not in known
         ]
+        if self.nccl_ub and self.collectives == "symmetric":
+            bad.append("nccl_ub: expected False with collectives='symmetric', which has no NCCL")
         if not self.bucket_mb > 0:
             bad.append(f"bucket_mb: expected a positive number of MiB, got {self.bucket_mb!r}")
         if bad:

@@ -34,9 +34,10 @@ NUM_WEIGHTS, NUM_NORMS = 3, 2
 class Program:
     """One case.
 
-    `steps` are (op, i, j): "linear" and "twice" use weight i, "sum" weights i and j in one product,
+    `steps` are (op, i, j): "linear", "twice" and "same" use weight i, "sum" weights i and j in one product,
     "norm" norm i; "eager" is "linear" outside Dynamo, "checkpoint" is "linear" i then j under one,
-    "break" is a graph break. `frozen` are weights and norms (from NUM_WEIGHTS on).
+    "break" is a graph break. With `parts` each op is compiled by itself. `frozen` are weights and
+    norms (from NUM_WEIGHTS on).
     """
 
     steps: tuple[tuple[str, int, int], ...]
@@ -45,6 +46,7 @@ class Program:
     ranks: int = 1
     bucket_bytes: int = 1 << 20
     ungraphed: tuple[str, ...] = ()
+    parts: bool = False
     coalesce: bool = False
     reshard: bool = True
     in_flight: int = 1
@@ -77,6 +79,13 @@ class TiedTwice(Tied):
         return F.linear(x, self.weight) - 0.5 * F.linear(x.tanh(), self.weight)
 
 
+class TiedSame(Tied):
+    """Two equal contributions: one node of the graph, after common subexpressions are merged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + 0.5 * x + F.linear(x, self.weight)
+
+
 class Outside(Tied):
     @torch._dynamo.disable
     def forward(self, x: Tensor) -> Tensor:
@@ -96,11 +105,19 @@ class Checkpointed(nn.Module):
 OPS: dict[str, Callable[..., nn.Module]] = {
     "linear": lambda a, b: Tied(a),
     "twice": lambda a, b: TiedTwice(a),
+    "same": lambda a, b: TiedSame(a),
     "sum": SumOfTwo,
     "eager": lambda a, b: Outside(a),
     "checkpoint": Checkpointed,
 }
-USES = {"linear": (1, 0), "twice": (2, 0), "sum": (1, 1), "eager": (1, 0), "checkpoint": (1, 1)}
+USES = {
+    "linear": (1, 0),
+    "twice": (2, 0),
+    "same": (2, 0),
+    "sum": (1, 1),
+    "eager": (1, 0),
+    "checkpoint": (1, 1),
+}
 
 
 def build(program: Program) -> nn.Module:
@@ -163,17 +180,29 @@ def run(rank: int, world: int, program: Program) -> list[str]:
     if program.eager_first:
         train(ddp, ddp, mine)
         wrong += faults(ddp, expected, program, None, "eager")
-    known = {fqn for s in ddp.states for fqn in s.fqns}
-    compiled = gtpgraph.compile(
-        ddp, lowering="eager", coalesce=program.coalesce, reduces_in_flight=program.in_flight,
-        reshard_after_forward=program.reshard,
-        ungraphed=[u for u in program.ungraphed if u in known],
-    )  # fmt: skip
+    compiled = compile_program(ddp, program)
     for k in range(2):
         train(ddp, compiled, mine)
         wrong += faults(ddp, expected, program, compiled, f"compiled step {k}")
     ddp.close()
     return wrong
+
+
+def compile_program(ddp: Any, program: Program) -> Any:
+    """What to call: the compiled model, or the model whose ops are compiled one by one."""
+    known = {fqn for s in ddp.states for fqn in s.fqns}
+    options: dict[str, Any] = {
+        "lowering": "eager",
+        "coalesce": program.coalesce,
+        "reduces_in_flight": program.in_flight,
+        "reshard_after_forward": program.reshard,
+        "ungraphed": [u for u in program.ungraphed if u in known],
+    }
+    if not program.parts:
+        return gtpgraph.compile(ddp, **options)
+    for part in ddp.module.ops:
+        part.compile(backend="gtpgraph", options=options)
+    return ddp
 
 
 def train(ddp: Any, call: Any, batches: list[Tensor]) -> None:
@@ -205,8 +234,8 @@ def faults(
         if got != times and not (program.coalesce and compiled is not None and 1 <= got <= times):
             wrong.append(f"{when}: {name} reported {got} of {times} use(s)")
     wrong += [f"{when}: {n} reported without a gradient" for n in counts.keys() - expected.keys()]
-    if compiled is not None:
-        wrong += plan_faults(ddp, compiled.plan, program, when)
+    if compiled is not None and ddp.regions:
+        wrong += plan_faults(ddp, gtpgraph.plan_of(compiled), program, when)
     return wrong
 
 

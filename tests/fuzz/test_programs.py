@@ -35,12 +35,13 @@ def programs(ranks: int) -> st.SearchStrategy[object]:
     step = st.tuples(st.sampled_from(OPS), st.integers(0, 2), st.integers(0, 2))
     return st.builds(
         p.Program,
-        steps=st.lists(step, max_size=6).map(tuple),
+        steps=st.lists(step, min_size=1, max_size=8).map(tuple),
         frozen=st.lists(st.integers(0, 4), max_size=2, unique=True).map(tuple),
         gtp=st.sampled_from([g for g in (1, 2, 4) if ranks % g == 0]),
         ranks=st.just(ranks),
         bucket_bytes=st.sampled_from([1, 200, 500, 1 << 20]),
         ungraphed=st.lists(st.sampled_from(NAMES), max_size=2, unique=True).map(tuple),
+        parts=st.booleans(),
         coalesce=st.booleans(),
         reshard=st.booleans(),
         in_flight=st.integers(0, 3),

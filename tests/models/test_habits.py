@@ -369,3 +369,37 @@ def run_two_groupings(rank: int, world: int) -> list[float]:
 def test_two_models_over_two_sets_of_groups(ranks2: RankPool) -> None:
     for errors in ranks2.run(run_two_groupings):
         assert max(errors) <= h.SUM_ORDER_BAR
+
+
+class TestLateHooks:
+    """Hooks added after the first step. Gradients and reports stay right; what a hook sees differs:
+    a finalised gradient is no longer there, and `set_ready_hook` is the way to hear of it."""
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_tensor_hooks_see_none_where_the_gradient_is_finalised(self, compiled: bool) -> None:
+        model = Blocks(1)
+        plain, ddp = copy.deepcopy(model), h.wrap(model)
+        call = gtpgraph.compile(ddp, **FX) if compiled else ddp
+        checked_steps(ddp, call, plain, h.batch_of(0))
+        seen: dict[str, list[bool]] = {}
+        for name, param in ddp.named_weights():
+            param.register_hook(lambda g, name=name: seen.setdefault(name, []).append(g is None))
+        counts = checked_steps(ddp, call, plain, h.batch_of(0), steps=1)
+        assert set(counts.values()) == {1}
+        inside = ddp.named_weights() if compiled else [("blocks.0.linear.weight", None)]
+        for name, _ in inside:
+            assert seen[name] == [True], name
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_module_hooks_do_not_disturb(self, compiled: bool) -> None:
+        model = Blocks(2)
+        plain, ddp = copy.deepcopy(model), h.wrap(model)
+        call = gtpgraph.compile(ddp, **FX) if compiled else ddp
+        checked_steps(ddp, call, plain, h.batch_of(0))
+        seen: list[str] = []
+        block = model.blocks[0]
+        block.register_forward_hook(lambda *_: seen.append("forward"))
+        block.register_full_backward_hook(lambda *_: seen.append("backward"))
+        checked_steps(ddp, call, plain, h.batch_of(0), steps=1)
+        # Like any compiled module, one that has been compiled does not look for new hooks.
+        assert seen == ([] if compiled else ["forward", "backward"])

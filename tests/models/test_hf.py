@@ -99,21 +99,26 @@ def step_and_check(built: Built, **options: Any) -> tuple[Any, Any]:
     return ddp, compiled
 
 
-ONE_LAYER = {
-    "LlamaForCausalLM?tie_word_embeddings=true&num_hidden_layers=1": 2,
-    "GPT2LMHeadModel?n_layer=1": 2,
-    "T5ForConditionalGeneration?num_layers=1&num_decoder_layers=1": 3,
-    "MixtralForCausalLM?num_hidden_layers=1": 1,
-}
-
-
-@pytest.mark.parametrize("name", ONE_LAYER)
-def test_a_step_of_a_class(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, uses",
+    [
+        pytest.param("LlamaForCausalLM?num_hidden_layers=1", 1, marks=pytest.mark.slow),
+        ("GPT2LMHeadModel?n_layer=1", 2),
+        pytest.param(
+            "T5ForConditionalGeneration?num_layers=1&num_decoder_layers=1",
+            3,
+            marks=pytest.mark.slow,
+        ),
+        ("MixtralForCausalLM?num_hidden_layers=1", 1),
+    ],
+)
+def test_a_step_of_a_class(name: str, uses: int) -> None:
     ddp, compiled = step_and_check(tiny(name))
     assert len(compiled.plan.regions) == 1 and compiled.plan.unused == ()
-    assert max(h.counts(ddp.reports).values()) == ONE_LAYER[name]
+    assert max(h.counts(ddp.reports).values()) == uses
 
 
+@pytest.mark.slow
 def test_a_shared_embedding_is_coalesced() -> None:
     ddp, compiled = step_and_check(
         tiny("T5ForConditionalGeneration?num_layers=1&num_decoder_layers=1"), coalesce=True
@@ -167,12 +172,14 @@ class TestHabits:
         text = h.error_of(setattr, head, "weight", nn.Parameter(torch.zeros(61, 32)))
         assert text.startswith("RuntimeError") and "shard last" in text
 
+    @pytest.mark.slow
     def test_frozen_embeddings_have_no_site(self) -> None:
         built = tiny("LlamaForCausalLM", num_hidden_layers=1)
         built.model.model.embed_tokens.requires_grad_(False)
         _, compiled = step_and_check(built)
         assert "model.embed_tokens.weight" not in compiled.plan.ready_counts
 
+    @pytest.mark.slow
     def test_gradient_checkpointing(self) -> None:
         built = tiny("LlamaForCausalLM", num_hidden_layers=1)
         built.model.gradient_checkpointing_enable({"use_reentrant": False})
