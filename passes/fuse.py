@@ -87,12 +87,13 @@ def fuse_wgrad_gemm_pass(gm: fx.GraphModule, *, fake_mode: Any) -> PassResult:
 def find_small(graph: fx.Graph) -> list[list[fx.Node]]:
     """Accumulates that can be one launch: small, one bucket, dtype and scale, a weight each."""
     found = [n for n in graph.nodes if n.target is ACCUMULATE]
-    times = Counter((n.args[0], n.args[4]) for n in found)
+    # of either kind: an accumulate that stores must not move behind a fused GEMM that adds
+    times = Counter(w.place for n in graph.nodes for w in _members(n))
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in found:
         val = node.args[1].meta["val"]
         if (
-            times[(node.args[0], node.args[4])] == 1
+            times[_members(node)[0].place] == 1
             and val.is_contiguous()
             and isinstance(val.numel(), int)
             and val.numel() <= SMALL_NUMEL
@@ -123,29 +124,45 @@ def fuse_small_pass(gm: fx.GraphModule, *, fake_mode: Any) -> PassResult:
     return finish(gm, {"accumulate_many": joined})
 
 
-Write = tuple[str, int, int, float, bool]
+Place = tuple[str, int]  # of a main_grad: the flat buffer's node and the offset
+
+
+@dataclass(frozen=True)
+class Write:
+    """One contribution: from which node (or ``dy^T x``), and how it is added."""
+
+    source: str
+    flat: str
+    slot: int
+    offset: int
+    scale: float
+    first: bool
+
+    @property
+    def place(self) -> Place:
+        return self.flat, self.offset
 
 
 @dataclass(frozen=True)
 class Writes:
-    """What a graph adds to main_grads: every (flat, slot, offset, scale, first), and for each site
-    the (flat, offset) that stood when its report was made; `orphans` are reports without one."""
+    """What a graph adds to main_grads, in order, and for each site the places that stood when its
+    report was made; `orphans` are reports without one."""
 
     added: tuple[Write, ...]
-    reported: Mapping[int, frozenset[tuple[str, int]]]
+    reported: Mapping[int, frozenset[Place]]
     orphans: tuple[int, ...]
 
 
 def find_writes(graph: fx.Graph) -> Writes:
     """Read the accumulates of a graph, fused ones member by member."""
     added: list[Write] = []
-    places: dict[fx.Node, frozenset[tuple[str, int]]] = {}
+    places: dict[fx.Node, frozenset[Place]] = {}
     reported, orphans = {}, []
     for node in graph.nodes:
         members = _members(node)
         if members:
             added += members
-            places[node] = frozenset((flat, offset) for flat, _, offset, _, _ in members)
+            places[node] = frozenset(member.place for member in members)
         elif node.target is GRAD_READY:
             site, behind = int(node.args[1]), node.args[2]
             if behind in places:
@@ -158,14 +175,22 @@ def find_writes(graph: fx.Graph) -> Writes:
 def _members(node: fx.Node) -> list[Write]:
     if node.target is ACCUMULATE_MANY:
         flat, wgrads, _, slots, offsets, scale, firsts = node.args[:7]
-        columns = (slots, offsets, [scale] * len(wgrads), firsts)  # type: ignore[arg-type]
+        columns = (wgrads, slots, offsets, firsts)
         rows: Any = zip(*columns, strict=True)  # type: ignore[arg-type]
-        return [(str(flat), *row) for row in rows]
+        return [Write(str(w), str(flat), s, o, scale, f) for w, s, o, f in rows]  # type: ignore[arg-type]
     if node.target not in (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE, WGRAD_GEMM):
         return []
     skip = 4 if node.target is WGRAD_GEMM else 3
     row: Any = node.args[skip : skip + 4]  # slot, offset, scale, first
-    return [(str(node.args[0]), *row)]
+    return [Write(_source(node), str(node.args[0]), *row)]
+
+
+def _source(node: fx.Node) -> str:
+    """What an accumulate adds, named alike before and after its GEMM is fused."""
+    gemm = node.args[1:3] if node.target is WGRAD_GEMM else None
+    if node.target is ACCUMULATE:
+        gemm = match_wgrad_gemm(node)
+    return f"{gemm[0]}^T {gemm[1]}" if gemm else str(node.args[1])
 
 
 def check_fusion(before: Writes, after: Writes) -> list[str]:
@@ -173,13 +198,22 @@ def check_fusion(before: Writes, after: Writes) -> list[str]:
     wrong = []
     if Counter(before.added) != Counter(after.added):
         lost = Counter(before.added) - Counter(after.added)
-        wrong.append(f"contributions lost or changed: {sorted(lost)[:4]}")
+        wrong.append(f"contributions lost or changed: {sorted(map(str, lost))[:4]}")
+    elif _by_place(before) != _by_place(after):
+        wrong.append("contributions of one weight in another order: the first one stores")
     if after.orphans or before.reported.keys() != after.reported.keys():
         wrong.append(f"reports without an accumulate: {after.orphans or 'some are gone'}")
     for site, place in before.reported.items():
         if not place <= after.reported.get(site, place):
             wrong.append(f"site {site} reports behind another weight's accumulate")
     return wrong
+
+
+def _by_place(writes: Writes) -> dict[Place, list[Write]]:
+    order: dict[Place, list[Write]] = {}
+    for write in writes.added:
+        order.setdefault(write.place, []).append(write)
+    return order
 
 
 def _take_over(new: fx.Node, old: fx.Node) -> None:

@@ -145,8 +145,9 @@ def _rewrite_outputs(
     """Drop the finalised outputs and append the unreduced wgrads; returns what was dropped."""
     output = output_node(graph)
     leaves = output_leaves(output)
-    removed = tuple(sorted({p for s in (*graphed, *ungraphed) for p in s.outputs}))
-    kept = [i for i in range(len(leaves)) if i not in removed]
+    gone = {p for s in (*graphed, *ungraphed) for p in s.outputs}
+    removed = tuple(sorted(gone))
+    kept = [i for i in range(len(leaves)) if i not in gone]
     extra = [unreduced(site) for site in ungraphed]
     output.args = (tuple(leaves[i] for i in kept) + tuple(extra),)  # type: ignore[assignment]
     descs = output.meta.get("desc")

@@ -46,7 +46,8 @@ class Snapshot:
         A node may go only if nothing but removed outputs needed it; the kept outputs come first, in
         their order, and outputs may be added behind them.
         """
-        kept = [n for i, n in enumerate(self.outputs) if i not in removed]
+        gone = set(removed)
+        kept = [n for i, n in enumerate(self.outputs) if i not in gone]
         needed = {n for n in kept if n is not None}
         stack = list(needed)
         while stack:

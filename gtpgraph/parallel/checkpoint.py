@@ -69,7 +69,7 @@ class Checkpointer:
         found = groups.require(*needed, function=_FUNCTION, option=needed)
         if keep is not None and keep < 1:
             raise ValueError(f"{_FUNCTION}: keep: expected at least 1 or None, got {keep}.")
-        self._group: ProcessGroup | None = found["model"]
+        self._model_group: ProcessGroup | None = found["model"]
         self._ranks, self._place = groups.ranks("model"), groups.rank("model")
         self._model, self._optimizer = model, optimizer
         self._scopes = content.Scopes(model)
@@ -134,7 +134,7 @@ class Checkpointer:
         self, planner: FlatSavePlanner, writer: FileSystemWriter, local: SavePlan | str
     ) -> tuple[SavePlan, Any]:
         """This rank's final plan, and on the first rank the metadata of all of them."""
-        first, group = self._place == 0, self._group
+        first, group = self._place == 0, self._model_group
         plans: list[Any] = [local]
         if group is not None:
             plans = [None] * len(self._ranks)
@@ -249,10 +249,10 @@ class Checkpointer:
 
     def _together(self, value: Any) -> list[Any]:
         """`value` of every rank of the model, in order."""
-        if self._group is None:
+        if self._model_group is None:
             return [value]
         values: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._model_group)
         return values
 
     def close(self) -> None:

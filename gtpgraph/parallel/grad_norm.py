@@ -41,7 +41,7 @@ class GradNorm:
     """
 
     def __init__(self, model: DistributedDataParallel, slices: Sequence[MasterSlice]) -> None:
-        self._group = _resolve(model)["grad_norm"]
+        self._norm_group = _resolve(model)["grad_norm"]
         self._device = model.buckets[0].flat.device
         self._counted = [
             (part, [p for p in part.pieces if _counts(p.state.param, model.groups)])
@@ -60,8 +60,8 @@ class GradNorm:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if parts:
             total = torch.stack(_norms(parts)).square().sum()
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+        if self._norm_group is not None:
+            dist.all_reduce(total, group=self._norm_group)
         return total.sqrt()
 
     @property

@@ -31,8 +31,8 @@ class SymmetricReduction:
     """Stage, exchange and sum with the kernels of `gtpgraph.kernels.symmetric`.
 
     On a GPU everything is launched by `start` and `finish` has nothing to do. On a CPU, where the
-    exchange would hold up its caller until all ranks have come, `finish` does it. `store` is a zero,
-    float32 [1 or more] on the buffer's device: the beta with which the sum replaces what stood.
+    exchange would hold up its caller until all ranks have come, `finish` does it. `store` is
+    float32 [1 or more] on the buffer's device, 0: the beta with which the sum replaces what stood.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ def reduce_symmetrically(buckets: Sequence[Bucket]) -> list[Staging]:
         if bucket.side.group is not None:
             bucket.reduction = SymmetricReduction(
                 bucket.side.group, bucket.share, bucket.wire_dtype,
-                everywhere=bucket.reduce == "all_reduce", store=bucket.zeros, outside=outside, captured=captured,
+                everywhere=bucket.reduce == "all_reduce", store=bucket.zeros,
+                outside=outside, captured=captured,
             )  # fmt: skip
     return [outside, captured]

@@ -15,6 +15,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,6 +50,15 @@ class _Capturing(TorchDispatchMode):
             raise RuntimeError(f"the capture breaks at operation {self.count}")
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def _without_this_file(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    behind = _without_this_file(traceback.tb_next)
+    if traceback.tb_frame.f_code.co_filename == __file__:
+        return behind
+    return TracebackType(behind, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 class _InGraph:
@@ -162,6 +172,8 @@ class HostDriver:
         try:
             with torch.random.fork_rng(), self.at("capture"), mode:
                 graph.outputs = [o.detach() if isinstance(o, Tensor) else o for o in work()]
+        except RuntimeError as error:  # a driver that refuses has no frame of Python
+            raise error.with_traceback(_without_this_file(error.__traceback__)) from None
         finally:
             self.num_operations = mode.count
             with torch.no_grad():

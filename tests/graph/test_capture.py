@@ -156,21 +156,20 @@ def test_k16_an_exception_in_the_middle_of_a_capture(kind: str, part: str) -> No
     last = trial.driver.num_operations - 1
     r = t.Replayed(kind, model)
     r.train(t.batch())
-    net.drop.p = 0.0 if kind == "step" else 0.2
     before = [b.flat.clone() for b in model.buckets]
     rng = torch.get_rng_state()
     r.driver.fail_at = {"forward": 1, "middle": last // 2, "end": last}[part]
     if kind == "regions":
         model.zero_grad_buffer()
         if part == "forward":
-            with pytest.raises(RuntimeError, match=r"r0 forward: .*the capture breaks at"):
+            with pytest.raises(RuntimeError, match=r"r0\S* forward: .*the capture breaks at"):
                 r.call(t.batch())
         else:
             r.driver.fail_at = None
             loss = r.call(t.batch())
             before, rng = [b.flat.clone() for b in model.buckets], torch.get_rng_state()
             r.driver.fail_at = last // 2 if part == "middle" else last
-            with pytest.raises(RuntimeError, match=r"r0 backward: .*the capture breaks at"):
+            with pytest.raises(RuntimeError, match=r"r0\S* backward: .*the capture breaks at"):
                 loss.backward()
     else:
         with pytest.raises(RuntimeError, match=r"captured step: .*the capture breaks at"):
@@ -221,7 +220,7 @@ class Peeks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.net(x).square().mean()
-        return y * 2 if self.look and float(y) > 1e9 else y
+        return y * 2 if self.look and float(y.detach()) > 1e9 else y
 
 
 def test_k23_a_host_synchronisation_names_module_and_line() -> None:
