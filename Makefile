@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -n 2
 EXAMPLES ?= 1000
 SEED ?= $(shell date +%s)
 
-.PHONY: demo test test-all fuzz lint types
+.PHONY: demo test test-all fuzz tables lint types
 
 demo: $(STAMP)
 	$(BIN)/gtpgraph demo
@@ -22,6 +22,10 @@ test-all: lint types
 fuzz: $(STAMP)
 	GTPGRAPH_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/fuzz --timeout 0 \
 		--hypothesis-seed=$(SEED) --hypothesis-show-statistics
+
+# The README's tables, from the rows in bench/results.
+tables: $(STAMP)
+	$(BIN)/python bench/tables.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -142,7 +142,7 @@ def end_pool(device_index: int, pool: Any) -> None:
     Stands on ``torch._C._cuda_endAllocateToPool``; harmless when the capture did end it.
     """
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device_index, pool)  # type: ignore[attr-defined]
+        torch._C._cuda_endAllocateToPool(device_index, pool)
 
 
 @contextmanager

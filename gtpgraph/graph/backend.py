@@ -53,10 +53,10 @@ def gtpgraph(
     """
     chosen = _options(options)
     states = weights_of(gm)
+    pin_weights(gm, states)
     if not states:
         return _plain(gm, example_inputs, chosen)
     refuse_expert_loops((s.fqn, s.spec) for s in states.values() if s.spec is not None)
-    pin_weights(gm, states)
     gather_once_pass(gm, weights=[p for p, s in states.items() if s.spec and s.spec.is_stacked])
     builder = RegionBuilder(states, chosen, owner, driver or _driver(states, chosen))
     return LOWERINGS[chosen.lowering](gm, example_inputs, builder)

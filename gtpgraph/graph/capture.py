@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from gtpgraph.parallel.ready import Report
 log = logging.getLogger("gtpgraph.replay")
 
 
-Place = tuple[dict[str, Tensor], str]  # a module's parameters or buffers, and a name in them
+Place = tuple[Mapping[str, Any], str]  # a module's parameters or buffers, and a name in them
 
 
 @dataclass(eq=False)
@@ -214,14 +214,11 @@ class CapturedStep:
 
 
 def places_of(module: nn.Module) -> tuple[list[Place], list[int]]:
-    """Where the tensors of a module are kept, for a look before each replay, and their addresses."""
-    places: list[Place] = [
-        (tensors, key)
-        for part in module.modules()
-        for tensors in (part._parameters, part._buffers)
-        for key, tensor in tensors.items()
-        if tensor is not None
-    ]  # type: ignore[misc]
+    """Where a module keeps its tensors, for a look before each replay, and their addresses."""
+    places: list[Place] = []
+    for part in module.modules():
+        places += [(part._parameters, k) for k, p in part._parameters.items() if p is not None]
+        places += [(part._buffers, k) for k, b in part._buffers.items() if b is not None]
     return places, [tensors[key].data_ptr() for tensors, key in places]
 
 

@@ -167,9 +167,7 @@ class Recording:
 
         `reported`: leave out weights without a readiness hook, which accumulate silently.
         """
-        recorded = [
-            o for o in self.occurrences if not reported or o.state.ready_hook is not None
-        ]
+        recorded = [o for o in self.occurrences if not reported or o.state.ready_hook is not None]
         got = [(o.state.fqn, o.use) for o in recorded]
         if got == list(expected):
             return

@@ -2,9 +2,9 @@
 "replay" runs it again and writes into the same outputs.
 
 In: the calls of ``gtpgraph.graph.driver.Driver``. Out: the same behaviour as far as Python can see
-it. What a real graph does not do is hidden: replays call no region's Python and report nothing. What
-a real graph holds is replayed: a reduction that was captured runs again at its place, and nowhere
-else. What a real capture refuses is refused: a value on the host.
+it. What a real graph does not do is hidden: replays call no region's Python and report nothing.
+What a real graph holds is replayed: a reduction that was captured runs again at its place, and
+nowhere else. What a real capture refuses is refused: a value on the host.
 
 Test modules load this file with ``gtpgraph.by_path.module_at`` under one name.
 """

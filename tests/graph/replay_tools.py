@@ -170,7 +170,7 @@ class SpyReduction:
 
 @contextmanager
 def dispatches(monkeypatch: Any) -> Iterator[list[tuple[int, list[Any]]]]:
-    """(bucket, events that its reduction waits for) of every dispatch inside the block, in order."""
+    """(bucket, events that its reduction waits for) of every dispatch in the block, in order."""
     seen: list[tuple[int, list[Any]]] = []
     start = Bucket.start_reduce
 

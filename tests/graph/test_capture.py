@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_options_out_of_range_are_one_error() -> None:
         gg.capture(lambda x: x, model, dispatch="later", max_captures=0, driver=t.HostDriver(model))
     with pytest.raises(ValueError, match=r"gtpgraph.capture: expected a model on one CUDA device"):
         gg.capture(lambda x: x, model)
-    with pytest.raises(ValueError, match="holds one gtpgraph.DistributedDataParallel, got 0"):
+    with pytest.raises(ValueError, match=r"holds one gtpgraph\.DistributedDataParallel, got 0"):
         gg.capture(lambda x: x, nn.Linear(2, 2))
 
 
@@ -365,4 +366,28 @@ def test_several_results_come_back_as_a_tuple() -> None:
         model.finish_grad_sync()
         torch.testing.assert_close(total, t.batch(seed).sum())
         assert not loss.requires_grad
+    model.close()
+
+
+def test_the_readmes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of its section on graph replay, with the host runtime in the place of CUDA's."""
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", readme, flags=re.DOTALL)
+    net = t.Net()
+    want_net = copy.deepcopy(net)
+    model = t.wrapped(net)
+    driver = t.HostDriver(model)
+    for module in ("backend", "capture"):
+        monkeypatch.setattr(f"gtpgraph.graph.{module}.cuda_driver", lambda *_: driver)
+    compiled = gg.compile
+    monkeypatch.setattr(gg, "compile", lambda *a, **k: compiled(*a, lowering="eager", **k))
+    names: dict[str, Any] = {"gg": gg, "model": model}
+    exec(code, names)
+    for run in (lambda x: names["step"](x).backward(), names["whole"]):
+        for seed in range(3):
+            model.zero_grad_buffer()
+            run(t.batch(seed))
+            model.finish_grad_sync()
+            t.assert_close(t.grads(model), t.reference(want_net, [t.batch(seed)]))
+    assert [g.replays for g in driver.graphs] == [2, 2, 2]
     model.close()

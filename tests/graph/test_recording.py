@@ -115,7 +115,11 @@ def test_buckets_leave_in_the_order_of_their_last_occurrences() -> None:
     b = Bench(bucket_mb=t.SMALL_MB)
     number = {n: s.bucket.number for n, s in b.states.items()}
     b.put("a.weight", "b.weight", "norm.weight", "a.weight")
-    assert b.record.counts.buckets == (number["b.weight"], number["norm.weight"], number["a.weight"])
+    assert b.record.counts.buckets == (
+        number["b.weight"],
+        number["norm.weight"],
+        number["a.weight"],
+    )
 
 
 def test_an_event_stands_behind_the_last_occurrence_and_at_the_end_where_none_is_known() -> None:

@@ -117,26 +117,28 @@ def small_replays(rank: int, world: int, gtp: int, dispatch: str) -> None:
 
 
 def options_agree(rank: int, world: int, gtp: int) -> None:
-    """Both kinds of collectives: one plan, one result, for each option that changes the wire."""
-    for wrap in ({}, {"wire_dtype": torch.bfloat16}, {"reduce": "all_reduce"}):
+    """Both kinds of collectives: one plan, one result, for each option that changes the wire.
+
+    Fusing joins the accumulates of delivered sums too, which symmetric regions do not have: it
+    moves other reports, so that plans are compared without it.
+    """
+    for wrap, how in (
+        ({}, {}),
+        ({"wire_dtype": torch.bfloat16}, {"coalesce": True}),
+        ({"reduce": "all_reduce"}, {"fuse": True}),
+    ):
         results, plans = [], []
         for collectives in ("functional", "symmetric"):
             torch.manual_seed(0)
             model = wrapped(Net(), world, gtp, **wrap, collectives=collectives)
-            call = gg.compile(
-                model,
-                lowering="eager",
-                collectives=collectives,
-                coalesce=bool(wrap),
-                fuse=bool(wrap),
-            )
+            call = gg.compile(model, lowering="eager", collectives=collectives, **how)
             results.append(step(model, call, batch(0, rank)))
             plans.append(call.plan.hash)
             if "reduce" in wrap:  # the sum is here, without a collective
                 shared = [b for b in model.buckets if b.side.group is not None]
                 assert shared and all(b.whole() is b.flat for b in shared)
             model.close()
-        assert plans[0] == plans[1]
+        assert plans[0] == plans[1] or "fuse" in how
         bar = WIRE_BAR if "wire_dtype" in wrap else BAR
         assert max_error(results[1], results[0]) < bar
         want = fp64_grads(_net(), [(batch(0, r),) for r in range(world)])

@@ -74,9 +74,12 @@ def model_norm(rank: int, world: int, gtp: int, reduce: str, bucket_mb: float) -
 def spoil_padding(model: gg.DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
     """Write into every element of the owned slices that is no element of a weight."""
     for part in optimizer.slices:
-        padding = torch.ones(len(part.flat), dtype=torch.bool)
-        for piece in part.pieces:
-            padding[piece.start : piece.stop] = False
+        padding = torch.ones(part.bucket.flat.numel(), dtype=torch.bool)
+        for member in part.bucket.members:
+            place = padding[member.offset :][: member.numel].view(member.shape)
+            spec = model.states[member.index].spec  # rows beyond the weight's last are padding too
+            place[: member.shape[0] if spec is None else spec.valid_rows] = False
+        padding = padding[part.bucket.own]
         assert not part.grad[padding].any()  # K44: it arrives as zero
         part.grad[padding] = 1e6
 
