@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script, in a bare checkout
 
 import gtpgraph as gg  # noqa: E402
+from bench.job import job_groups  # noqa: E402
 from gtpgraph.models import load_factory  # noqa: E402
 from gtpgraph.testing import fp64_grads, run_ranks  # noqa: E402
 
@@ -81,8 +81,7 @@ def errors(wrapper: Any, expected: dict[str, torch.Tensor]) -> tuple[float, str]
 
 def on_rank(rank: int, world: int, name: str, modes: list[str]) -> list[dict[str, Any]]:
     """The rows of one class."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "gtp"))
-    groups = gg.ProcessGroups.from_mesh(mesh)
+    groups = job_groups(dp=world // 2, gtp=2)
     torch.manual_seed(0)
     model, make_batch, loss_fn = load_factory(f"hf:{name}")
     assert loss_fn is not None

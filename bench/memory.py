@@ -48,7 +48,7 @@ def memory(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-a
         print(f"memory {label:9} peak {peak >> 20} MiB, held {held >> 20} MiB, "
               f"reserved {torch.cuda.memory_reserved() >> 20} MiB", flush=True)  # fmt: skip
         model.close()
-        del net, model, forward, captured, step, run_once
+        del net, model, forward, captured, step
     return rows + soak(run)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import Run
+from bench.job import job_groups
 from gtpgraph.kernels import ops
 from gtpgraph.testing import RankPool
 
@@ -18,12 +19,12 @@ NAME = "symmetric_reduce_scatter"
 RANKS, NUMEL, SCALE = 4, 1 << 23, 0.25
 
 
-def replay_us(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+def replay_us(graph: torch.cuda.CUDAGraph, group: dist.ProcessGroup, repeats: int) -> list[float]:
     """Replays of a captured graph, us each; the ranks start each one together."""
     samples = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(repeats):
-        dist.barrier(group=dist.group.WORLD)
+        dist.barrier(group=group)
         begin.record()
         graph.replay()
         end.record()
@@ -39,8 +40,9 @@ def on_rank(rank: int, ranks: int, repeats: int) -> dict[str, list[float]]:
     from gtpgraph.kernels import symmetric
 
     torch.cuda.set_device(0)
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
+    group = job_groups(gtp=ranks).gtp
+    assert isinstance(group, dist.ProcessGroup)
+    name = group.group_name
     torch.manual_seed(rank)
     host = torch.randn(ranks * NUMEL).bfloat16()
     expected, zero = torch.empty(NUMEL), torch.zeros(1)
@@ -67,7 +69,7 @@ def on_rank(rank: int, ranks: int, repeats: int) -> dict[str, list[float]]:
     for label, part in (("ours", whole), ("part:kernel", kernel), ("part:barriers", barriers)):
         part()  # compiles
         torch.cuda.synchronize()
-        dist.barrier(group=dist.group.WORLD)
+        dist.barrier(group=group)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             part()
@@ -75,7 +77,7 @@ def on_rank(rank: int, ranks: int, repeats: int) -> dict[str, list[float]]:
         torch.cuda.synchronize()
         if label == "ours" and not torch.equal(flat.cpu(), expected):
             raise AssertionError("symmetric reduce-scatter differs from the CPU's collective")
-        samples[label] = replay_us(graph, repeats)
+        samples[label] = replay_us(graph, group, repeats)
     return samples
 
 

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from gtpgraph.graph.backend import CompiledModel, compile, inspect, plan_of
     from gtpgraph.graph.capture import capture
     from gtpgraph.graph.plan import HookPlan
+    from gtpgraph.parallel.checkpoint import Checkpointer
     from gtpgraph.parallel.data_parallel import DistributedDataParallel
     from gtpgraph.parallel.finalize import finalize_model_grads
+    from gtpgraph.parallel.fsdp import fully_shard_v1
     from gtpgraph.parallel.optimizer import DistributedOptimizer
     from gtpgraph.parallel.process_groups import ProcessGroups
     from gtpgraph.parallel.ready import Report
     from gtpgraph.parallel.sharding import materialize, shard
 
 _HOME = {
+    "Checkpointer": "gtpgraph.parallel.checkpoint",
     "CompiledModel": "gtpgraph.graph.backend",
     "DistributedDataParallel": "gtpgraph.parallel.data_parallel",
     "DistributedOptimizer": "gtpgraph.parallel.optimizer",
@@ -30,6 +33,7 @@ _HOME = {
     "capture": "gtpgraph.graph.capture",
     "compile": "gtpgraph.graph.backend",
     "finalize_model_grads": "gtpgraph.parallel.finalize",
+    "fully_shard_v1": "gtpgraph.parallel.fsdp",
     "inspect": "gtpgraph.graph.backend",
     "materialize": "gtpgraph.parallel.sharding",
     "plan_of": "gtpgraph.graph.backend",
@@ -37,6 +41,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Checkpointer",
     "CompiledModel",
     "DistributedDataParallel",
     "DistributedOptimizer",
@@ -46,6 +51,7 @@ __all__ = [
     "capture",
     "compile",
     "finalize_model_grads",
+    "fully_shard_v1",
     "inspect",
     "materialize",
     "plan_of",

@@ -4,7 +4,7 @@ In: a forward or backward graph with `gtpgraph::gather` and `gtpgraph::reduce`. 
 
     gather(shard, rows, g)      all_gather_into_tensor(shard, n, g) -> wait_tensor -> slice to rows
     reduce(wgrad, rows, g)      pad -> cast to wire dtype -> reduce_scatter_tensor -> wait_tensor
-    with a 16-bit wire          pad -> cast -> all_to_all_single -> wait_tensor, and accumulates that
+    with a 16-bit wire          pad -> cast -> all_to_all_single -> wait_tensor; accumulates that
                                 read it become shard_reduces, which sum the chunks in fp32
 
 torch's functional collectives are used, which Inductor schedules as such. Over a group of one both

@@ -1,8 +1,8 @@
 """How a contribution becomes a report: the part of the data-parallel wrapper that backwards call.
 
 In: contributions from the eager chain, from regions and from replayed graphs. Out: main_grads that
-hold them and, outside no_sync(), one report each to the weight's hook; the wrapper's own counts them
-in the ledger, which starts a bucket's reduction when its counts are met.
+hold them and, outside no_sync(), one report each to the weight's hook; the wrapper's own counts
+them in the ledger, which starts a bucket's reduction when its counts are met.
 """
 
 from __future__ import annotations
