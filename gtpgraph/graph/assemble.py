@@ -27,6 +27,7 @@ def assemble_plan(
             "plan: expected at least one compiled region, got none. Call the compiled model under "
             "grad mode once, or gtpgraph.inspect(model, *batch)."
         )
+    regions = current(regions, wrapper.ledger.last_active)
     counts = wrapper.ledger.ready_counts()
     sited = {o.weight for r in regions for o in r.plan.occurrences}
     sited |= {e.weight for r in regions for e in r.plan.excluded}
@@ -46,6 +47,19 @@ def assemble_plan(
         unused=unused,
         warnings=warnings,
     )
+
+
+def current(regions: Sequence[Region], active: frozenset[str]) -> list[Region]:
+    """One compilation of each region where there are several (``r0``, ``r0.1``): those that the
+    last finished step called, else the newest."""
+    families: dict[str, list[Region]] = {}
+    for region in regions:
+        families.setdefault(region.name.split(".")[0], []).append(region)
+    kept = []
+    for family in families.values():
+        ran = [r for r in family if r.name in active]
+        kept += ran or family[-1:]
+    return kept
 
 
 def versions() -> dict[str, str]:

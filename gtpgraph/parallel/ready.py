@@ -318,6 +318,11 @@ class ReadyLedger:
         for index, weight in enumerate(self._weights):
             weight.frozen = index in frozen
 
+    @property
+    def last_active(self) -> frozenset[str]:
+        """Regions that were called in the last finished step with any."""
+        return self._last_active
+
     def forget(self) -> None:
         """Learn the eager counts anew in the next synchronised step."""
         self._learned.clear()
