@@ -204,5 +204,6 @@ def test_modules_of_a_kind_compile_once() -> None:
     torch._dynamo.reset()
     for layer in model:
         layer.compile(backend=backend, fullgraph=True)
-    model(torch.randn(2, 4)).sum().backward()
+    x = torch.randn(2, 4, requires_grad=True) * 1.0  # as every layer's input: not a leaf
+    model(x).sum().backward()
     assert compiled == [1]
