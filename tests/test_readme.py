@@ -74,7 +74,8 @@ def test_commands_parse() -> None:
         for line in block.splitlines()
         if line.startswith("gtpgraph ")
     ]
-    assert {command[0] for command in commands} == {"inspect", "diff", "compile", "bench", "demo"}
+    shown = {command[0] for command in commands}
+    assert shown == {"inspect", "diff", "compile", "bench", "train", "demo"}
     for command in commands:
         assert callable(build_parser().parse_args(command).run)
 
