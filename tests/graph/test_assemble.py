@@ -27,6 +27,7 @@ def test_a_recompiled_region_appears_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.lin(x).square().mean()
 
+    torch._dynamo.reset()  # sizes that other tests made dynamic would need no second compilation
     model = gg.DistributedDataParallel(gg.shard(Net()))
     step = gg.compile(model, lowering="eager")
     for rows in (3, 5):  # the second size compiles the region again
