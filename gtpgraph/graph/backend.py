@@ -105,7 +105,7 @@ def compile(
     replay: str | None = None,
     dispatch: str = "event",
     max_captures: int = 8,
-    max_in_flight: int = 4,
+    max_in_flight: int = 1,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     driver: Driver | None = None,
@@ -133,7 +133,8 @@ def compile(
             in the middle of the replay; "after" when the replay has ended (a baseline); "in_graph"
             captures the reductions too, for groups whose collectives a CUDA graph can hold.
         max_captures: input shapes captured per region; others run uncaptured, which is said once.
-        max_in_flight: forwards of a region, per shape, whose backward has not run.
+        max_in_flight: captured forwards of a region, per shape, whose backward has not run; others
+            run uncaptured. More than one has been tested without a GPU only.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
         driver: the graph runtime for replay; None for CUDA.

@@ -60,7 +60,7 @@ class CompileOptions:
     replay: str | None = None
     dispatch: str = "event"
     max_captures: int = 8
-    max_in_flight: int = 4
+    max_in_flight: int = 1
     coalesce: bool = False
     fuse: bool = False
     collectives: str = "functional"

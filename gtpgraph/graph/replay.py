@@ -43,7 +43,7 @@ class ReplayOptions:
 
     dispatch: str = "event"
     max_captures: int = 8
-    max_in_flight: int = 4
+    max_in_flight: int = 1  # more have not been seen right on a GPU yet
 
     def check(self, function: str) -> None:
         """Raise one ValueError that lists every option out of range."""

@@ -463,7 +463,7 @@ def test_several_forwards_in_flight_have_their_own_activations() -> None:
     net = Net()
     want_net = copy.deepcopy(net).cuda()
     model = wrapped(net)
-    step = gg.compile(model, lowering="eager", replay="cuda")
+    step = gg.compile(model, lowering="eager", replay="cuda", max_in_flight=4)
     for repeat in range(4):
         batches = [batch(10 * repeat + k) for k in range(3)]
         model.zero_grad_buffer()
