@@ -135,7 +135,8 @@ def test_a_region_that_saves_its_inputs_alone_keeps_them_apart() -> None:
     model = t.wrapped(net)
     driver = t.HostDriver(model)
     model.graph_driver(lambda: driver)
-    model.module[0].compile(backend="gtpgraph", options={"lowering": "eager", "replay": "cuda"})
+    options = {"lowering": "eager", "replay": "cuda", "max_in_flight": 4}
+    model.module[0].compile(backend="gtpgraph", options=options)
     for repeat in range(4):
         batches = [t.batch(10 * repeat + k) for k in range(2)]
         model.zero_grad_buffer()
@@ -158,7 +159,7 @@ def test_more_forwards_than_instances_run_uncaptured_and_say_so_once(
     net = t.Net()
     want_net = copy.deepcopy(net)
     model = t.wrapped(net)
-    r = t.Replayed("regions", model, max_in_flight=2, max_in_flight=4)
+    r = t.Replayed("regions", model, max_in_flight=2)
     with caplog.at_level(logging.WARNING, "gtpgraph.replay"):
         for repeat in range(3):
             batches = [t.batch(10 * repeat + k) for k in range(4)]
