@@ -61,7 +61,7 @@ def bandwidth() -> float:
 def overlap(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-arg]
     """Exposed transfer time under each dispatch; transfers take half as long as the backward."""
     net, tokens = make_model("gpt-124m", 8, 1024)
-    wrapped = gg.DistributedDataParallel(gg.shard(net), bucket_mb=64)  # 8 buckets
+    wrapped = gg.DistributedDataParallel(gg.shard(net), bucket_mb=80)  # 8 buckets
     dispatches = ("after", "event", "in_graph")
     compiled = gg.compile(wrapped, lowering="eager")
 

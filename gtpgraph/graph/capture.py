@@ -35,12 +35,13 @@ Place = tuple[Mapping[str, Any], str]  # a module's parameters or buffers, and a
 
 @dataclass(eq=False)
 class _Step:
-    """What is known of one input shape: the reports of its first run, then its graph, and where it
-    reads parameters and buffers."""
+    """What is known of one input shape: the reports of its first run, then its graph, where its
+    results are copied to, and where it reads parameters and buffers."""
 
     reports: list[Report]
     captured: Captured | None = None
     recording: Recording | None = None
+    results: list[Any] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     pointers: list[int] = field(default_factory=list)
 
@@ -164,7 +165,7 @@ class CapturedStep:
         with wrapper.recording_into(record):
             captured = capture_call(
                 self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step",
-                record.seal,
+                lasting=False, seal=record.seal,
             )  # fmt: skip
         try:
             made = [(r.weight, r.use) for r in known.reports]
@@ -173,6 +174,9 @@ class CapturedStep:
             captured.graph.reset()
             raise
         known.captured, known.recording = captured, record
+        known.results = [
+            torch.empty_like(o) if isinstance(o, Tensor) else o for o in captured.outputs
+        ]
         known.places, known.pointers = places_of(wrapper.module)
 
     def _replay(self, known: _Step, batch: tuple[Any, ...]) -> Any:
@@ -190,7 +194,10 @@ class CapturedStep:
             events = dict.fromkeys(events, self._driver.now())
         record.finished(events)
         wrapper.report_replay(record)
-        return _result([o.detach() if isinstance(o, Tensor) else o for o in captured.outputs])
+        for result, output in zip(known.results, captured.outputs, strict=True):
+            if isinstance(output, Tensor):  # whose memory is scratch of the other shapes' graphs
+                result.copy_(output)
+        return _result([o.detach() if isinstance(o, Tensor) else o for o in known.results])
 
     def _name_moved(self, known: _Step) -> None:
         moved = [

@@ -29,8 +29,12 @@ class Graph(Protocol):
 class Driver(Protocol):
     """What capture asks of the device."""
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Capture what `work` launches; nothing runs. Returns the graph and `work`'s result."""
+    def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[Graph, Any]:
+        """Capture what `work` launches; nothing runs. Returns the graph and `work`'s result.
+
+        A replay's results are valid until the next replay of the same graph if `lasting`, otherwise
+        until the next replay of any graph that is not: those share their memory.
+        """
 
     def mark(self) -> Any:
         """Inside a capture: an event that every replay records at this point."""
@@ -46,43 +50,46 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """CUDA graphs in one shared memory pool.
+    """CUDA graphs, those whose results must last in a memory pool of their own, others in one pool.
 
-    Sharing is safe although graphs may be replayed in any order: whatever lives from one graph to
-    another (saved activations, outputs) is kept referenced for good, so the pool never hands its
-    memory out again; what is reused is scratch, and graphs of one stream run one after another.
+    A pool gives the scratch of one captured graph to the next as memory of any kind. In one pool
+    the results of a graph could therefore lie in the scratch of one captured before it, whose next
+    replay would overwrite them: right only if graphs were always replayed in the order of their
+    capture, and forwards in flight, input shapes and variants without reductions are not. Graphs
+    of one stream run one after another, so what only has scratch shares it in any order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._shared = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._branch = torch.cuda.Stream(device)
         self._forked = False
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Graph, Any]:
+    def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[Graph, Any]:
         """Capture `work` on a side stream that is joined before the capture ends."""
         graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if lasting else self._shared
         rng = torch.cuda.get_rng_state(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 result = work()
         except BaseException:
-            self._recover(rng)
+            self._recover(rng, pool)
             raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph, result
 
-    def _recover(self, rng: Tensor) -> None:
+    def _recover(self, rng: Tensor, pool: Any) -> None:
         """After a failed capture: the default generator still believes that it is captured and
         refuses random operations, and the allocator still routes to the pool."""
         self._forked = False
         index = self._device.index if self._device.index is not None else 0
-        compat.end_pool(index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        compat.end_pool(index, pool)
+        self._shared = torch.cuda.graph_pool_handle()
         fresh = torch.Generator(device=self._device)
         fresh.set_state(rng)
         torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

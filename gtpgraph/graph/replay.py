@@ -161,8 +161,10 @@ class RegionReplay:
 
     def _capture_forward(self, compiled: Any, args: list[Any]) -> Captured:
         static = self._static_pointers()
-        captured = capture_call(self.driver, compiled, args, static, f"{self.region.name} forward")
-        return captured
+        # what it saves for its backward outlives the replays of any other graph
+        return capture_call(
+            self.driver, compiled, args, static, f"{self.region.name} forward", lasting=True
+        )
 
     def _static_pointers(self) -> set[int]:
         module = self.region.wrapper.module
@@ -199,7 +201,7 @@ class RegionReplay:
 
         `args` are AOTAutograd's; flat buffers, betas and staging are appended here.
         """
-        region, wrapper = self.region, self.region.wrapper
+        wrapper = self.region.wrapper
         reducing = self.options.dispatch == "in_graph" and wrapper.sync
         if reducing not in instance.backwards:
             instance.backwards[reducing] = self._capture_backward(
@@ -217,11 +219,9 @@ class RegionReplay:
             events = dict.fromkeys(events, end)
         record.finished(events)
         wrapper.report_replay(record)
-        kept = len(captured.outputs) - len(region.leaving)
-        return [
-            o.clone() if isinstance(o, Tensor) and k < kept else o
-            for k, o in enumerate(captured.outputs)
-        ]
+        # Its outputs lie in memory that the next backward graph may use; those of UNGRAPHED weights
+        # wait in the eager queue for longer than that.
+        return [o.clone() if isinstance(o, Tensor) else o for o in captured.outputs]
 
     def _capture_backward(
         self, compiled: Any, args: list[Any], instance: Instance, reducing: bool
@@ -243,8 +243,9 @@ class RegionReplay:
                 static.add(tensor.data_ptr())
         with recording(_Recorder(region, record)):
             captured = capture_call(
-                self.driver, compiled, args + extra, static, f"{region.name} backward", record.seal
-            )
+                self.driver, compiled, args + extra, static, f"{region.name} backward",
+                lasting=False, seal=record.seal,
+            )  # fmt: skip
         plan = [(o.weight, o.use) for o in region.plan.occurrences]
         record.check(plan, f"region {region.name}")
         return captured, record
@@ -288,11 +289,14 @@ def capture_call(
     args: list[Any],
     static: set[int],
     what: str,
+    *,
+    lasting: bool,
     seal: Callable[[], None] | None = None,
 ) -> Captured:
     """Capture ``compiled(args)``; arguments outside `static` (addresses) get buffers of their own.
 
-    `seal` runs at the end of the capture, inside it.
+    `lasting`: whether its results outlive replays of other graphs (see `Driver.capture`); `seal`
+    runs at the end of the capture, inside it.
 
     Raises:
         RuntimeError: the work cannot be captured; names the node and line where known.
@@ -310,7 +314,7 @@ def capture_call(
         return [r.detach() if isinstance(r, Tensor) and r.requires_grad else r for r in results]
 
     try:
-        graph, outputs = driver.capture(work)
+        graph, outputs = driver.capture(work, lasting=lasting)
     except Exception as error:
         first: BaseException = error  # ending a capture that failed raises a second time
         while first.__context__ is not None:

@@ -208,8 +208,10 @@ def cut_runs(
     """The weights of each bucket, last parameter first, buckets in the order a backward ends them.
 
     The bucket that a backward completes last has nothing left to hide behind, so the ones next to
-    the model's input are small: an eighth of `bucket_bytes`, then half, then the whole. A weight
-    that is larger, or that pipeline stages share, has a bucket to itself.
+    the model's input are small: an eighth of `bucket_bytes`, then twice that, up to the whole. With
+    twice, a bucket's transfer still fits into the computation of the next, smaller one when all
+    transfers take half as long as the backward. A weight that is larger, or that pipeline stages
+    share, has a bucket to itself.
     """
     runs: list[tuple[BucketKey, list[int]]] = []
     open_runs: dict[BucketKey, tuple[list[int], int]] = {}
@@ -223,7 +225,7 @@ def cut_runs(
         cap = caps.setdefault(key, bucket_bytes // TAIL_FRACTION)
         if not run or held + size > cap:
             if run:
-                caps[key] = min(4 * cap, bucket_bytes)
+                caps[key] = min(2 * cap, bucket_bytes)
             run, held = [], 0
             runs.append((key, run))
         run.append(index)

@@ -49,10 +49,10 @@ class Watching(CudaDriver):
         self.model = model
         self.clean: list[bool] = []
 
-    def capture(self, work: Any) -> Any:
+    def capture(self, work: Any, *, lasting: bool) -> Any:
         torch.cuda.synchronize()
         before = [b.flat.clone() for b in self.model.buckets]
-        captured = super().capture(work)
+        captured = super().capture(work, lasting=lasting)
         torch.cuda.synchronize()
         pairs = zip(self.model.buckets, before, strict=True)
         self.clean.append(all(torch.equal(b.flat, kept) for b, kept in pairs))

@@ -104,8 +104,8 @@ class _StepReplay(Recording):
 class HostGraph:
     """`events` are those that every replay records, in the order of the capture."""
 
-    def __init__(self, driver: HostDriver, work: Callable[[], Any]) -> None:
-        self._driver, self._work = driver, work
+    def __init__(self, driver: HostDriver, work: Callable[[], Any], lasting: bool) -> None:
+        self._driver, self._work, self.lasting = driver, work, lasting
         self.outputs: list[Any] = []
         self.record: Recording | None = driver.wrapper.recording
         running = readiness._running.recorders
@@ -119,6 +119,8 @@ class HostGraph:
         self.replays += 1
         with self._driver.at("replay"):
             new = self._again()
+        if not self.lasting:
+            self._driver.overwrite_scratch()
         for old, value in zip(self.outputs, new, strict=True):
             if isinstance(old, Tensor) and old.data_ptr() != value.data_ptr():
                 old.copy_(value)
@@ -164,8 +166,8 @@ class HostDriver:
         finally:
             self.where = before
 
-    def capture(self, work: Callable[[], Any]) -> tuple[HostGraph, Any]:
-        graph = HostGraph(self, work)
+    def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[HostGraph, Any]:
+        graph = HostGraph(self, work, lasting)
         kept = [b.flat for b in self.wrapper.buckets] + list(self.wrapper.buffers())
         saved = [t.detach().clone() for t in kept]
         mode, self.fail_at = _Capturing(self.fail_at), None
@@ -181,6 +183,19 @@ class HostDriver:
                     tensor.copy_(value)
         self.graphs.append(graph)
         return graph, graph.outputs
+
+    def overwrite_scratch(self) -> None:
+        """What a replay may do at worst: its scratch is where results of the others lie that share
+        its memory pool."""
+        kept = {b.flat.untyped_storage().data_ptr() for b in self.wrapper.buckets}
+        kept |= {p.untyped_storage().data_ptr() for p in self.wrapper.parameters()}
+        lasting = [o for g in self.graphs if g.lasting for o in g.outputs]
+        kept |= {o.untyped_storage().data_ptr() for o in lasting if isinstance(o, Tensor)}
+        for graph in self.graphs:
+            for output in () if graph.lasting else graph.outputs:
+                if isinstance(output, Tensor) and output.is_floating_point():
+                    if output.untyped_storage().data_ptr() not in kept:
+                        output.fill_(float("nan"))
 
     def mark(self) -> str:
         assert self.where == "capture", "an event of a graph is recorded while it is captured"

@@ -350,6 +350,22 @@ def test_outputs_are_valid_until_the_next_replay() -> None:
     model.close()
 
 
+def test_outputs_outlive_replays_of_other_shapes() -> None:
+    """Graphs of other shapes may use the memory that a result was computed in."""
+    net = t.Net()
+    model = t.wrapped(net)
+    r = t.Replayed("step", model)
+    for repeat in range(3):
+        results = []
+        for rows in (4, 6):
+            model.zero_grad_buffer()
+            results.append(r.run(t.batch(repeat, rows=rows)))
+            model.finish_grad_sync()
+        torch.testing.assert_close(results[0], net(t.batch(repeat, rows=4)).detach())
+    assert len(r.replays) == 2 and min(r.replays) > 1
+    model.close()
+
+
 def test_several_results_come_back_as_a_tuple() -> None:
     net = t.Net()
     model = t.wrapped(net)

@@ -279,6 +279,36 @@ def test_k25_ungraphed_weights_leave_the_graph_and_are_finalised_eagerly(kind: s
     model.close()
 
 
+class Branches(nn.Module):
+    """Two regions that read the same activation, whose gradients meet outside of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.left, self.right = t.Linear(8, 8), t.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return (self.left(h) * self.right(h)).square().mean()
+
+
+@pytest.mark.parametrize("ungraphed", [[], ["left.*", "right.*"]])
+def test_what_a_backward_hands_out_outlives_the_next_regions_replay(ungraphed: list[str]) -> None:
+    """Gradients that autograd still adds up, and UNGRAPHED ones that the queue still holds."""
+    net = Branches()
+    want_net = copy.deepcopy(net)
+    model = t.wrapped(net)
+    driver = t.HostDriver(model)
+    model.graph_driver(lambda: driver)
+    options = {"lowering": "eager", "replay": "cuda", "ungraphed": ungraphed}
+    for branch in (model.module.left, model.module.right):
+        branch.compile(backend="gtpgraph", options=options)
+    for seed in range(4):
+        t.assert_close(t.eager_step(model, t.batch(seed)), t.reference(want_net, [t.batch(seed)]))
+    assert [g.replays for g in driver.graphs] == [3] * 4
+    model.close()
+
+
 @pytest.mark.parametrize("dispatch", t.DISPATCH)
 @pytest.mark.parametrize("kind", t.KINDS)
 def test_a_weight_whose_reports_go_nowhere_or_elsewhere(kind: str, dispatch: str) -> None:
