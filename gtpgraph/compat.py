@@ -35,6 +35,15 @@ def backward_id() -> int | None:
     return None if task == -1 else task
 
 
+def current_stream_handle(device: torch.device) -> int:
+    """The current CUDA stream's handle, without making the object that names it.
+
+    Stands on ``torch._C._cuda_getCurrentRawStream``.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass of this thread ends; call inside a backward."""
     queue: Callable[[Callable[[], None]], None] = (

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from gtpgraph.kernels.common import factor, on_device, store_stats, update
+from gtpgraph.kernels.launch import launch
 from gtpgraph.kernels.stats import STATS_TILE
 
 # Swept on one H200, 134M elements: 1024/4 315 us, 2048/4 317, 2048/8 321, 4096/8 324; eviction and
@@ -129,10 +130,13 @@ def accumulate(
     with on_device(flat):
         if wgrad.is_contiguous():
             block = BLOCK if partials is None else STATS_TILE
-            accumulate_kernel[(triton.cdiv(numel, block),)](
-                flat, wgrad, beta, token, flat if partials is None else partials,
-                index, offset, scale, numel,
-                FIRST=first, STATS=partials is not None, BLOCK=block, num_warps=NUM_WARPS,
+            stats = partials is not None
+            key = ("accumulate", flat.device, flat.dtype, wgrad.dtype, offset, numel, first, stats)
+            launch(
+                accumulate_kernel, key, (triton.cdiv(numel, block), 1, 1),
+                (flat, wgrad, beta, token, partials if stats else flat,
+                 index, offset, scale, numel),
+                {"FIRST": first, "STATS": stats, "BLOCK": block}, num_warps=NUM_WARPS,
             )  # fmt: skip
         else:
             _launch_strided(flat, wgrad, beta, token, index, offset, scale, first)

@@ -17,6 +17,24 @@ def fail(op: str, problems: list[str]) -> None:
         raise ValueError(f"gtpgraph::{op}: " + "; ".join(problems))
 
 
+def fits(
+    flat: torch.Tensor, value: torch.Tensor, beta: torch.Tensor, index: int, offset: int, numel: int
+) -> bool:
+    """Whether the checks below find nothing, in a fraction of their time: they run for every
+    contribution of an uncaptured step."""
+    return (
+        flat.dim() == 1
+        and flat.is_contiguous()
+        and flat.dtype in MAIN_DTYPES
+        and beta.dim() == 1
+        and beta.dtype == torch.float32
+        and beta.device == flat.device == value.device
+        and value.dtype in WGRAD_DTYPES
+        and 0 <= index < beta.numel()
+        and 0 <= offset <= flat.numel() - numel
+    )
+
+
 def flat_problems(flat: torch.Tensor, beta: torch.Tensor) -> list[str]:
     """What is wrong with a bucket buffer and its per-weight factors, sizes aside."""
     problems = []

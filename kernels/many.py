@@ -22,6 +22,7 @@ import triton.language as tl
 
 from gtpgraph.kernels import tables
 from gtpgraph.kernels.common import TRITON_DTYPES, on_device, update
+from gtpgraph.kernels.launch import launch
 
 NUM_WARPS = 4
 
@@ -93,10 +94,13 @@ def _launch(
         return token.zero_()
     with on_device(flat):
         pointers = tables.pointer_table(tensors, flat.device)
-        many_kernel[(table.num_tiles,)](
-            flat, table.records, pointers, beta, token, scale,
-            DTYPE=TRITON_DTYPES[tensors[0].dtype], STORE=store, TILE=tables.TILE,
-            RECORD=tables.RECORD, num_warps=NUM_WARPS,
+        dtype = tensors[0].dtype
+        launch(
+            many_kernel, ("many", flat.device, flat.dtype, dtype, store, table.num_tiles),
+            (table.num_tiles, 1, 1), (flat, table.records, pointers, beta, token, scale),
+            {"DTYPE": TRITON_DTYPES[dtype], "STORE": store, "TILE": tables.TILE,
+             "RECORD": tables.RECORD},
+            num_warps=NUM_WARPS,
         )  # fmt: skip
     return token
 

@@ -122,6 +122,8 @@ def shard_reduce(
 def _check_accumulate(
     flat: Tensor, wgrad: Tensor, beta: Tensor, index: int, offset: int, op: str = "accumulate"
 ) -> None:
+    if checks.fits(flat, wgrad, beta, index, offset, wgrad.numel()):
+        return
     problems = checks.flat_problems(flat, beta) + checks.wgrad_problems(flat, wgrad)
     problems += checks.range_problems(flat, offset, wgrad.numel())
     checks.fail(op, problems + checks.index_problems(beta, index))

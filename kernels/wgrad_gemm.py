@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gtpgraph.kernels.common import factor, on_device, update
 from gtpgraph.kernels.gemm_table import Config
+from gtpgraph.kernels.launch import launch
 
 PREPARE_BLOCK, PREPARE_WARPS, PREPARE_PROGRAMS = 4096, 8, 528
 
@@ -165,11 +166,15 @@ def run_triton(p: Problem, config: Config) -> None:
     if tma:
         dy = TensorDescriptor.from_tensor(p.dy, [config.bt, config.bm])
         x = TensorDescriptor.from_tensor(p.x, [config.bt, config.bn])
-    wgrad_gemm_kernel[(programs,)](
-        dy, x, p.flat, p.beta, p.index, p.offset, p.scale, num_t, num_m, num_n,
-        FIRST=p.first, TMA=tma, PRECISION="ieee",
-        BT=config.bt, BM=config.bm, BN=config.bn, GROUP=config.group, SPLIT=config.split,
-        FLATTEN=config.flatten, PROGRAMS=programs, num_warps=config.warps, num_stages=config.stages,
+    key = ("wgrad_gemm", p.flat.device, p.flat.dtype, p.dy.dtype, p.offset, num_t, num_m, num_n,
+           p.first, tma, config)  # fmt: skip
+    launch(
+        wgrad_gemm_kernel, key, (programs, 1, 1),
+        (dy, x, p.flat, p.beta, p.index, p.offset, p.scale, num_t, num_m, num_n),
+        {"FIRST": p.first, "TMA": tma, "PRECISION": "ieee", "BT": config.bt, "BM": config.bm,
+         "BN": config.bn, "GROUP": config.group, "SPLIT": config.split, "FLATTEN": config.flatten,
+         "PROGRAMS": programs},
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 

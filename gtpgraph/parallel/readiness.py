@@ -88,11 +88,15 @@ class Readiness(nn.Module):
         `region` is where it was finalised (None: eager Python); `declared` whether a region's
         forward call had announced it, which holds for the UNGRAPHED chain too.
         """
-        if self._sync and state.ready_hook is not None:
-            report = Report(state.fqn, use, region, self._microbatch)
-            self.reports.append(report)
-            self._declared = declared
-            state.ready_hook(state.param, report)
+        if not self._sync or state.ready_hook is None:
+            return
+        report = Report(state.fqn, use, region, self._microbatch)
+        self.reports.append(report)
+        if state.index not in self._foreign_hooks:
+            self.ledger.report(state.index, captured=declared)
+            return
+        self._declared = declared
+        state.ready_hook(state.param, report)
 
     def finalise_eager(
         self, state: WeightState, result: Tensor, use: int, *, declared: bool

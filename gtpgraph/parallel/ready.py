@@ -53,7 +53,9 @@ class ReadyLedger:
         self.overlap = True
         self.ordered = False  # a bucket leaves behind all lower ones: the same order on all ranks
         self.broken = False
-        self._active_now: frozenset[str] | None = None  # kept until a region is called
+        # Kept until a region is called or something else is learned: every report reads them.
+        self._active_now: frozenset[str] | None = None
+        self._learned_now: list[int | None] | None = None
 
     # -- what is owed ---------------------------------------------------------------------------
 
@@ -130,7 +132,8 @@ class ReadyLedger:
     def report_replay(self, counts: ReplayCounts) -> None:
         """All reports of a replayed graph at once: the same as settling and reporting each of its
         occurrences in order, without a call for each."""
-        learned = self._lessons(self._active())
+        self._active()
+        learned = self._learned_now
         for index, eager, declared in counts.weights:
             weight = self._weights[index]
             weight.contributed = True
@@ -235,11 +238,13 @@ class ReadyLedger:
     def _active(self) -> frozenset[str]:
         if self._active_now is None:
             self._active_now = frozenset(r.name for r in self._regions.values() if r.forwards)
+            self._learned_now = self._lessons(self._active_now)
         return self._active_now
 
     def _learned_eager(self, index: int) -> int | None:
         """Eager reports of an earlier step with the same regions; None where nobody counted."""
-        learned = self._lessons(self._active())
+        self._active()
+        learned = self._learned_now
         return None if learned is None else learned[index]
 
     def _lessons(self, regions: frozenset[str]) -> list[int | None] | None:
@@ -314,6 +319,7 @@ class ReadyLedger:
         if frozen == self._frozen:
             return
         self._frozen = frozen
+        self._active_now = None
         self._num_frozen = [sum(i in frozen for i in members) for members in self._members]
         for index, weight in enumerate(self._weights):
             weight.frozen = index in frozen
@@ -326,6 +332,7 @@ class ReadyLedger:
     def forget(self) -> None:
         """Learn the eager counts anew in the next synchronised step."""
         self._learned.clear()
+        self._active_now = None
 
     def ready_counts(self) -> dict[str, int]:
         """Reports owed in one synchronised step, where known: those of the regions that the last

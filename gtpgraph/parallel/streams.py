@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from gtpgraph import compat
+
 _comm: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -24,16 +26,18 @@ def comm_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Fence:
-    """Last writes to one bucket in this step, one event for each stream that wrote.
+    """Streams that wrote to one bucket in this step, and events of graphs that did.
 
-    The record owns its events: an event must outlive the wait that is queued on it.
+    An event is recorded on each stream when the reduction is launched, not at each write: reports
+    are made behind the writes, so it stands for the last of them. The record owns its events: an
+    event must outlive the wait that is queued on it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own: dict[int, torch.cuda.Event] = {}
         self._given: list[torch.cuda.Event] = []
-        self._used: set[int] = set()
+        self._used: dict[int, torch.cuda.Stream] = {}
         self._done: torch.cuda.Event | None = None
 
     @property
@@ -44,12 +48,9 @@ class Fence:
         """The current stream has just written to the bucket."""
         if not self.active:
             return
-        stream = torch.cuda.current_stream(self._device)
-        event = self._own.get(stream.cuda_stream)
-        if event is None:
-            event = self._own[stream.cuda_stream] = torch.cuda.Event()
-        event.record(stream)
-        self._used.add(stream.cuda_stream)
+        handle = compat.current_stream_handle(self._device)
+        if handle not in self._used:
+            self._used[handle] = torch.cuda.current_stream(self._device)
 
     def wrote_at(self, event: torch.cuda.Event) -> None:
         """Whatever wrote to the bucket is done when `event` is (of a graph that is in flight)."""
@@ -62,8 +63,12 @@ class Fence:
             yield
             return
         stream = comm_stream(self._device)
-        for key in self._used:
-            stream.wait_event(self._own[key])
+        for handle, writer in self._used.items():
+            event = self._own.get(handle)
+            if event is None:
+                event = self._own[handle] = torch.cuda.Event()
+            event.record(writer)
+            stream.wait_event(event)
         for event in self._given:
             stream.wait_event(event)
         with torch.cuda.stream(stream):

@@ -160,3 +160,26 @@ def test_shard_reduce_spills_no_register(ranks: int) -> None:
         R=ranks, FIRST=True, STATS=False, BLOCK=kernel.BLOCK, num_warps=kernel.NUM_WARPS,
     )  # fmt: skip
     assert compiled.n_spills == 0 and compiled.n_regs <= 128
+
+
+def test_launches_repeated_with_other_tensors_and_alignments() -> None:
+    """A repeated launch skips Triton's binder; odd addresses and factors must still be honoured."""
+    storage = torch.randn(3, 1001, device="cuda").bfloat16()
+    beta = torch.tensor([0.0, 1.0, 0.5], device="cuda")
+    for start, index, scale in ((0, 0, 1.0), (0, 1, 0.5), (1, 1, 0.5), (0, 2, 2.0), (3, 0, 3.0)):
+        for row in storage:
+            wgrad = row[start : start + 900]
+            flat = torch.randn(1000, device="cuda")
+            want, many = flat.clone(), flat.clone()
+            ops.accumulate(flat, wgrad, beta, index, 64, scale, True)
+            ops.accumulate_many(many, [wgrad], beta, [index], [64], scale, [True])
+            reference.accumulate(want, wgrad, beta, index, 64, scale, True)
+            torch.testing.assert_close(flat, want)
+            torch.testing.assert_close(many, want)
+    for tokens in (64, 64, 32):
+        dy, x = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (32, 48))
+        flat = torch.full((2000,), NAN, device="cuda")
+        for index in (0, 1):
+            ops.wgrad_gemm(flat, dy, x, beta, index, 64, 0.5, True)
+        product = (dy.double().t() @ x.double()).flatten()  # stored, then added: 2 * 0.5
+        torch.testing.assert_close(flat[64:1600].double(), product, rtol=1e-5, atol=1e-4)

@@ -19,7 +19,7 @@ def test_a_fence_on_the_cpu_is_inert() -> None:
     with fence.reducing():
         entered = True
     fence.join()
-    assert entered and fence._own == {} and fence._used == set() and fence._done is None
+    assert entered and fence._own == {} and fence._used == {} and fence._done is None
 
 
 def test_events_given_to_it_are_waited_for_by_nobody_and_forgotten() -> None:
