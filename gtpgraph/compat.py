@@ -270,7 +270,25 @@ def inductor_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kw: Any) -> Any:
     """Inductor's last stage, post-grad passes and code generation, on one partitioned graph."""
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _register_fallbacks(gm)
     return compile_fx_inner(gm, list(inputs), **kw)
+
+
+def _register_fallbacks(gm: fx.GraphModule) -> None:
+    """Tell Inductor beforehand that our operators are called as they are.
+
+    It finds out by itself, but torch 2.11 then formats the operator's arguments for a log message,
+    and with them everything that they were computed from: exponential in a chain of tokens, so that
+    the first compilation with an operator at the end of one did not come back.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for node in gm.graph.nodes:
+        op = node.target
+        if getattr(op, "namespace", None) == "gtpgraph" and op not in lowerings:
+            tag = get_layout_constraint_tag(op, with_default=True)
+            make_fallback(op, layout_constraint=tag_to_layout_constraint(tag), warn=False)
 
 
 def mark_visible_outputs(output: fx.Node) -> None:

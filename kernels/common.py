@@ -9,7 +9,6 @@ so only CUDA implementations (and interpreter tests) import one.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -61,11 +60,11 @@ def store_stats(p_partial, value):
     tl.store(p_partial + 1, bad)
 
 
-@contextlib.contextmanager
-def on_device(tensor: torch.Tensor) -> Iterator[None]:
+_HERE = contextlib.nullcontext()
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Launch on ``tensor``'s device (Triton launches on the current one)."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        yield
+        return torch.cuda.device(tensor.device)
+    return _HERE

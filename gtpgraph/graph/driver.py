@@ -49,6 +49,17 @@ class Driver(Protocol):
         """Inside a capture: the graph goes on when all its branches have ended."""
 
 
+_streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+
+def capture_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The stream on which graphs of a device are captured, and the one for their branches. All
+    captures share them: nothing ever runs there, and captures follow one another."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return _streams[device]
+
+
 class CudaDriver:
     """CUDA graphs, those whose results must last in a memory pool of their own, others in one pool.
 
@@ -62,8 +73,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._shared = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._branch = torch.cuda.Stream(device)
+        self._stream, self._branch = capture_streams(device)
         self._forked = False
 
     def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[Graph, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gtpgraph.graph.driver import Driver
 from gtpgraph.parallel.buckets import Bucket, Member, add_contribution
 from gtpgraph.parallel.ready import RegionCalls, ReplayCounts, Report
+from gtpgraph.parallel.reduction import NoReduction
 from gtpgraph.parallel.weights import WeightState
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ class Recording:
                 bucket.reduction.finish(bucket.flat)
             self.reduced.add(bucket.number)
         else:
+            self._mark(bucket)
+
+    def _mark(self, bucket: Bucket) -> None:
+        """An event behind what was captured so far, if a reduction will wait for it: an event node
+        holds the graph up for microseconds on the GPU."""
+        if not isinstance(bucket.reduction, NoReduction):
             self.events[bucket.number] = self.driver.mark()
 
     def seal(self) -> None:
@@ -84,7 +91,7 @@ class Recording:
         not known when it is complete is so here."""
         self.driver.join()
         for number in self._seen.keys() - self.events.keys() - self.reduced:
-            self.events[number] = self.driver.mark()
+            self._mark(self.wrapper.buckets[number])
 
     def beta(self, bucket: Bucket) -> Tensor:
         """float32 [members] for accumulates captured from here on: 1 for what was seen already."""
@@ -138,8 +145,10 @@ class Recording:
                 bucket.filled[slot] = True
             if number in self.reduced:
                 bucket.reduced_in_graph = True
-            else:
+            elif number in events:
                 bucket.fence.wrote_at(events[number])
+            else:
+                bucket.fence.wrote()
 
     @cached_property
     def counts(self) -> ReplayCounts:

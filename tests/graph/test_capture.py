@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gtpgraph as gg
 from gtpgraph.by_path import module_at
+from gtpgraph.parallel.streams import Fence
 
 t = module_at("gtpgraph_replay_tools", str(Path(__file__).parent / "replay_tools.py"))
 
@@ -29,6 +30,7 @@ def test_event_each_reduction_waits_for_its_own_buckets_event(
     """Reductions start in the order of completion, each behind one event, recorded mid-graph."""
     model = t.wrapped(t.Net())
     r = t.Replayed(kind, model, dispatch="event")
+    t.spy_on_reductions(model, r.driver)
     for seed in range(3):
         with t.dispatches(monkeypatch) as seen:
             r.train(t.batch(seed))
@@ -47,10 +49,33 @@ def test_after_each_reduction_waits_for_the_end_of_the_replay(
 ) -> None:
     model = t.wrapped(t.Net())
     r = t.Replayed(kind, model, dispatch="after")
+    t.spy_on_reductions(model, r.driver)
     for seed in range(3):
         with t.dispatches(monkeypatch) as seen:
             r.train(t.batch(seed))
     assert [events for _, events in seen] == [["now 2"]] * len(model.buckets)
+    model.close()
+
+
+@pytest.mark.parametrize("dispatch", ["after", "event"])
+@pytest.mark.parametrize("kind", t.KINDS)
+def test_a_bucket_of_one_rank_has_no_event_and_waits_for_the_replays_stream(
+    kind: str, dispatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event in a graph costs GPU time, and nothing would wait for it."""
+    net = t.Net()
+    want_net = copy.deepcopy(net)
+    model = t.wrapped(net)
+    r = t.Replayed(kind, model, dispatch=dispatch)
+    wrote: list[None] = []
+    monkeypatch.setattr(Fence, "wrote", lambda fence: wrote.append(None))
+    for seed in range(3):
+        wrote.clear()
+        with t.dispatches(monkeypatch) as seen:
+            t.assert_close(r.train(t.batch(seed)), t.reference(want_net, [t.batch(seed)]))
+        assert seen == [(number, []) for number, _ in seen] and len(seen) == len(model.buckets)
+    assert r.driver.marks == []
+    assert len(wrote) == len(model.buckets), "once each, when the replay was launched"
     model.close()
 
 

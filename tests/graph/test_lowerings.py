@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import gtpgraph as gg
 from gtpgraph.by_path import module_at
 from gtpgraph.graph import lower
 from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
@@ -274,6 +276,7 @@ def test_frozen_weights_have_no_site() -> None:
 CACHED = """
 import json, sys, torch
 from torch import nn
+import gtpgraph as gg
 from gtpgraph.by_path import module_at
 t = module_at("gtpgraph_graph_tools", sys.argv[1])
 ungraphed = json.loads(sys.argv[2])
@@ -322,3 +325,21 @@ def test_k35_a_warm_cache_keeps_chain_filters_apart(tmp_path: Path) -> None:
     assert (filtered["graphed"], filtered["eager"]) == (["net.0.weight"], ["net.2.weight"])
     assert again["hit"] == 2 and again["miss"] == 0
     assert (again["graphed"], again["eager"]) == (first["graphed"], [])
+
+
+def test_inductor_is_told_of_our_operators(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it finds them by itself, torch 2.11 formats a whole chain of tokens for its log."""
+    from torch._inductor.lowering import lowerings
+
+    for op in [op for op in lowerings if getattr(op, "namespace", None) == "gtpgraph"]:
+        del lowerings[op]
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = gg.DistributedDataParallel(gg.shard(net))
+    compiled = gg.compile(model, lowering="inductor", fuse=True)
+    with caplog.at_level(logging.INFO, "torch._inductor.graph"):
+        compiled(torch.randn(4, 8)).sum().backward()
+    found = [r.getMessage() for r in caplog.records if "implicit fallback" in r.getMessage()]
+    assert not any("gtpgraph" in message for message in found)
+    assert any(getattr(op, "namespace", None) == "gtpgraph" for op in lowerings)
+    model.close()

@@ -124,6 +124,7 @@ def test_buckets_leave_in_the_order_of_their_last_occurrences() -> None:
 
 def test_an_event_stands_behind_the_last_occurrence_and_at_the_end_where_none_is_known() -> None:
     b = Bench(bucket_mb=t.SMALL_MB)
+    t.spy_on_reductions(b.model, b.driver)
     number = {n: s.bucket.number for n, s in b.states.items()}
     b.record.last.update({number["b.weight"]: 2})
     b.put("b.weight", "a.weight")
