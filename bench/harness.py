@@ -146,6 +146,11 @@ def commit() -> str:
     return git.stdout.strip() if git.returncode == 0 else "unknown"
 
 
+def rounded(value: float) -> float:
+    """Three decimals; below one, where a relative error would vanish, four significant digits."""
+    return round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")
+
+
 @dataclass(frozen=True)
 class Run:
     """What all rows of one interleaved run share."""
@@ -187,11 +192,11 @@ class Run:
             "case": case,
             "impl": impl,
             "metric": metric,
-            "value": round(statistics.median(ordered), 3),
-            "p20": round(ordered[round(0.2 * last)], 3),
-            "p80": round(ordered[round(0.8 * last)], 3),
+            "value": rounded(statistics.median(ordered)),
+            "p20": rounded(ordered[round(0.2 * last)]),
+            "p80": rounded(ordered[round(0.8 * last)]),
             "n": len(ordered),
-            "floor": None if floor is None else round(floor, 3),
+            "floor": None if floor is None else rounded(floor),
             "conditions": conditions,
             "run": self.run,
             **self.common,

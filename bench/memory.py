@@ -15,7 +15,7 @@ from bench.steps import make_model, ours_step, whole
 from gtpgraph.models import build
 
 
-def memory(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-arg]
+def memory(run: harness.Run) -> list[dict]:  # type: ignore[type-arg]
     """Peak memory of a step, eager, compiled and captured, each alone on the device; pool bytes."""
     rows = []
     for label in ("eager", "inductor", "regions", "step"):
@@ -42,14 +42,22 @@ def memory(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-a
             "peak_bytes": peak,
             "held_bytes": held,
             "reserved_bytes": torch.cuda.memory_reserved(),
+            "pool_bytes": pool_bytes(),
         }
         for metric, value in found.items():
             rows.append(run.row("gpt-124m:8x1024", f"ours:{label}", [value], None, {}, metric))
         print(f"memory {label:9} peak {peak >> 20} MiB, held {held >> 20} MiB, "
-              f"reserved {torch.cuda.memory_reserved() >> 20} MiB", flush=True)  # fmt: skip
+              f"reserved {torch.cuda.memory_reserved() >> 20} MiB, graph pools "
+              f"{pool_bytes() >> 20} MiB", flush=True)  # fmt: skip
         model.close()
         del net, model, forward, captured, step
-    return rows + soak(run)
+    return rows
+
+
+def pool_bytes() -> int:
+    """What the private memory pools of captured graphs hold of the device."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def soak(run: harness.Run, replays: int = 10_000) -> list[dict]:  # type: ignore[type-arg]
@@ -79,7 +87,7 @@ def soak(run: harness.Run, replays: int = 10_000) -> list[dict]:  # type: ignore
     return [run.row("mtp-tiny", "ours:step", [growth], None, conditions, "growth_bytes")]
 
 
-def gradient_kernels(run: harness.Run, repeats: int) -> list[dict]:  # type: ignore[type-arg]
+def gradient_kernels(run: harness.Run) -> list[dict]:  # type: ignore[type-arg]
     """Kernels that one compiled step launches for its gradients, with and without fusing."""
     from torch.profiler import ProfilerActivity, profile
 

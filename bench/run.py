@@ -1,6 +1,7 @@
 """``python bench/run.py SUITE [--out FILE] [--only CASE]``: measure a suite, print and append rows.
 
-A suite is a function (Run, options) -> rows in SUITES; rows go to bench/results/SUITE.jsonl.
+A suite is a function (Run, options) -> number of failed cases in SUITES; its rows go to
+bench/results/SUITE.jsonl. ``multi_gpu`` needs torchrun and two GPUs or more.
 """
 
 import argparse
@@ -75,8 +76,9 @@ def memory(run: harness.Run, options: argparse.Namespace) -> int:
     """Peak memory, ten thousand replays, and the kernels that handle gradients."""
     from bench import memory as suite
 
-    harness.append(suite.memory(run, options.repeats), options.out)
-    harness.append(suite.gradient_kernels(run, options.repeats), options.out)
+    for part in (suite.memory, suite.soak, suite.gradient_kernels):
+        if options.only in part.__name__:
+            harness.append(part(run), options.out)
     return 0
 
 
@@ -88,6 +90,13 @@ def compile_time(run: harness.Run, options: argparse.Namespace) -> int:
     return 0
 
 
+def multi_gpu(run: harness.Run, options: argparse.Namespace) -> int:
+    """Real ranks over NCCL, under torchrun; returns how many jobs failed."""
+    from bench import multi_gpu as suite
+
+    return suite.multi_gpu(run, options)
+
+
 SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {
     "kernels": kernels,
     "steps": steps,
@@ -95,6 +104,7 @@ SUITES: dict[str, Callable[[harness.Run, argparse.Namespace], int]] = {
     "host": host,
     "compile": compile_time,
     "memory": memory,
+    "multi_gpu": multi_gpu,
 }
 
 
@@ -105,8 +115,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--configs", action="store_true", help="also every GEMM configuration")
+    only = parser.add_argument_group("multi_gpu alone")
+    only.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
+    only.add_argument("--limit", type=float, default=600.0, help="seconds a job (600)")
     options = parser.parse_args()
-    options.out = options.out or ROOT / "bench" / "results" / f"{options.suite}.jsonl"
+    if options.device == "cpu" and options.suite != "multi_gpu":
+        parser.error("--device cpu: expected suite multi_gpu, the only one that has it")
+    if options.out is None and options.device == "cuda":
+        options.out = ROOT / "bench" / "results" / f"{options.suite}.jsonl"
     return 1 if SUITES[options.suite](harness.Run.start(options.suite), options) else 0
 
 

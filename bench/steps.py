@@ -119,12 +119,14 @@ def implementations(name: str, batch: int, seq: int) -> dict[str, Step]:
     compiled = gg.compile(wrapped)
     regions = gg.compile(wrapped, replay="cuda")
     captured = whole(wrapped, compiled)
+    unfused = whole(wrapped, gg.compile(wrapped, fuse=False))
     eager = whole(wrapped, wrapped)
     steps |= {
         "ours:eager": ours_step(wrapped, lambda: wrapped(*tokens).backward()),
         "ours:inductor": ours_step(wrapped, lambda: compiled(*tokens).backward()),
         "ours:regions": ours_step(wrapped, lambda: regions(*tokens).backward()),
         "ours:step": ours_step(wrapped, lambda: captured(*tokens)),
+        "ours:step-unfused": ours_step(wrapped, lambda: unfused(*tokens)),
         "ours:step-eager": ours_step(wrapped, lambda: eager(*tokens)),
     }
     ready: dict[str, Step] = {}

@@ -46,6 +46,14 @@ def latest(path: Path) -> Rows | None:
     return Rows([r for r in rows if r["run"] == rows[-1]["run"]]) if rows else None
 
 
+def latest_by_case(path: Path) -> Rows | None:
+    """Of every case the rows of the run that measured it last, or None without any row."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line]
+    last = {row["case"]: row["run"] for row in rows}
+    return Rows([r for r in rows if r["run"] == last[r["case"]]]) if rows else None
+
+
 def judged(value: float, goal: float, unit: str = "", *, most: bool = False) -> str:
     """A ratio with its goal, which it must reach (or, with `most`, not exceed)."""
     sign, met = ("<=", value <= goal) if most else (">=", value >= goal)
@@ -57,3 +65,25 @@ def spread(row: Row, unit: float = 1.0) -> str:
     digits = 1 if unit == 1.0 else 2
     low, high = (row[k] / unit for k in ("p20", "p80"))
     return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def conditions(rows: Rows) -> str:
+    """One line on where and when the rows were made."""
+    row = rows.all[-1]
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in rows.all))
+    versions = row["versions"]
+    samples = sorted({r["n"] for r in rows.all})
+    n = str(samples[0]) if len(samples) == 1 else f"{samples[0]} to {samples[-1]}"
+    parts = [str(row["device"])]
+    parts += [
+        f"{k} {versions[k]}"
+        for k in ("torch", "triton", "cuda", "driver")
+        if versions.get(k, "none").lower() != "none"
+    ]
+    return f"{', '.join(parts)}; commit {commits}, {row['date'][:10]}; medians, n = {n}."
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table of GitHub's Markdown, first column left, numbers as they are."""
+    table = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)

@@ -2,8 +2,8 @@
 
 In: rows in the project's benchmark schema. Out: the README with each block between
 ``<!-- table:SUITE -->`` and ``<!-- /table -->`` made anew from the latest run of that suite, its
-conditions below it. A suite without rows leaves its block empty. A ratio is computed here, from
-rows of one run; none is stored.
+conditions below it. A suite without rows leaves its block empty (``multi_gpu`` says that it was not
+run). A ratio is computed here, from rows of one run; none is stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run as a script: for bench.*
 
-from bench.table_rows import Row, Rows, judged, latest, spread  # noqa: E402
+from bench.multi_gpu_tables import multi_gpu  # noqa: E402
+from bench.table_rows import (  # noqa: E402
+    Row,
+    Rows,
+    conditions,
+    judged,
+    latest,
+    latest_by_case,
+    markdown,
+    spread,
+)
 
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n)(.*?)(<!-- /table -->)", flags=re.DOTALL)
 MIB = 1 << 20
@@ -215,32 +225,20 @@ TABLES: dict[str, Callable[[Rows], tuple[list[str], Lines]]] = {
 }
 
 
+APART = ("steps", "memory")  # suites whose cases may come from runs of their own
+# Suites whose cases are run apart, and make several tables.
+TEXTS: dict[str, Callable[[Rows | None], str]] = {"multi_gpu": multi_gpu}
+
+
 # -- text ------------------------------------------------------------------------------------------
 
 
-def conditions(rows: Rows) -> str:
-    """One line on where and when the run was made."""
-    row = rows.all[-1]
-    versions = row["versions"]
-    samples = sorted({r["n"] for r in rows.all})
-    n = str(samples[0]) if len(samples) == 1 else f"{samples[0]} to {samples[-1]}"
-    parts = [str(row["device"])]
-    parts += [
-        f"{k} {versions[k]}"
-        for k in ("torch", "triton", "cuda", "driver")
-        if versions.get(k, "none").lower() != "none"
-    ]
-    return f"{', '.join(parts)}; commit {row['commit']}, {row['date'][:10]}; medians, n = {n}."
-
-
-def markdown(head: list[str], lines: Lines) -> str:
-    """A table of GitHub's Markdown, first column left, numbers as they are."""
-    table = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-
-
-def block(suite: str, rows: Rows | None) -> str:
+def block(suite: str, results: Path) -> str:
     """What stands between a suite's markers."""
+    path = results / f"{suite}.jsonl"
+    if suite in TEXTS:
+        return TEXTS[suite](latest_by_case(path))
+    rows = latest_by_case(path) if suite in APART else latest(path)
     if rows is None:
         return ""
     text = markdown(*TABLES[suite](rows))
@@ -254,13 +252,14 @@ def render(text: str, results: Path) -> str:
         ValueError: a marker of an unknown suite, or one that is not closed.
     """
     opened, closed = re.findall(r"<!-- table:(\w+) -->", text), text.count("<!-- /table -->")
-    unknown = [suite for suite in opened if suite not in TABLES]
+    known = [*TABLES, *TEXTS]
+    unknown = [suite for suite in opened if suite not in known]
     if unknown or len(opened) != closed or len(opened) != len(BLOCK.findall(text)):
         raise ValueError(
-            f"tables: expected blocks of {sorted(TABLES)}, each closed by <!-- /table -->, got "
+            f"tables: expected blocks of {sorted(known)}, each closed by <!-- /table -->, got "
             f"{opened} and {closed} closing marker(s). Repair the markers."
         )
-    return BLOCK.sub(lambda m: m[1] + block(m[2], latest(results / f"{m[2]}.jsonl")) + m[4], text)
+    return BLOCK.sub(lambda m: m[1] + block(m[2], results) + m[4], text)
 
 
 def main() -> int:

@@ -100,12 +100,12 @@ def compile(
     reshard_after_forward: bool = True,
     reduces_in_flight: int = 1,
     coalesce: bool = False,
-    fuse: bool = False,
+    fuse: bool | None = None,
     collectives: str = "functional",
     replay: str | None = None,
     dispatch: str = "event",
     max_captures: int = 8,
-    max_in_flight: int = 1,
+    max_in_flight: int = 4,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     driver: Driver | None = None,
@@ -121,7 +121,8 @@ def compile(
         coalesce: sum a weight's contributions in a region before one reduction and one report:
             fewer collectives for more memory.
         fuse: join each wgrad GEMM with its accumulate, and small accumulates with each other:
-            fewer launches and bytes on a GPU.
+            fewer launches and bytes on a GPU, and no rounding of the wgrad between the two. Reports
+            of joined weights follow the joint accumulate. None: in Inductor's lowering on CUDA.
         collectives: "functional" gathers and reduces GTP weights through the process group;
             "symmetric" with kernels over symmetric memory of one machine's GPUs, which a CUDA graph
             can hold. Its buffers are made with the first region that is compiled, a collective over
@@ -134,7 +135,7 @@ def compile(
             captures the reductions too, for groups whose collectives a CUDA graph can hold.
         max_captures: input shapes captured per region; others run uncaptured, which is said once.
         max_in_flight: captured forwards of a region, per shape, whose backward has not run; others
-            run uncaptured. More than one has been tested without a GPU only.
+            run uncaptured. Each keeps its activations, and a forward's graphs share no memory.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
         driver: the graph runtime for replay; None for CUDA.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from gtpgraph import compat
@@ -60,9 +61,9 @@ class CompileOptions:
     replay: str | None = None
     dispatch: str = "event"
     max_captures: int = 8
-    max_in_flight: int = 1
+    max_in_flight: int = 4
     coalesce: bool = False
-    fuse: bool = False
+    fuse: bool | None = None
     collectives: str = "functional"
 
     @property
@@ -85,6 +86,13 @@ class CompileOptions:
         if bad:
             raise ValueError("gtpgraph.compile: " + "; ".join(bad) + ".")
         self.replay_options.check("gtpgraph.compile")
+
+    def fuses(self, device: torch.device) -> bool:
+        """Whether accumulates are fused: by default where that saves launches, and not in the
+        lowering whose point is to have the eager bits."""
+        if self.fuse is None:
+            return device.type == "cuda" and self.lowering == "inductor"
+        return self.fuse
 
     @property
     def identity(self) -> str:
@@ -241,7 +249,7 @@ class RegionBuilder:
         name = wrapper.name_region(compat.frame_ids())
         plan = region_plan(name, gm.graph, inserted, wrapper.states)
         self._verify(gm, inserted, snapshot, plan.occurrences, name)
-        if self.options.fuse:
+        if self.options.fuses(wrapper.buckets[0].flat.device):
             fuse_backward(gm, fake_mode, name)
             plan = region_plan(name, gm.graph, inserted, wrapper.states)
         by_fqn = {s.fqn: s for s in wrapper.states}

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("gtpgraph.replay")
 DISPATCH = ("after", "event", "in_graph")
 ShapeKey = tuple[object, ...]
+# pytorch 137483: what accumulates a parameter's gradient remembers the stream of the autograd graph
+# that made it, for as long as any loss or output of that graph lives.
+KEPT_LOSS = (
+    " Or a loss or output of an earlier uncaptured step is still referenced, and with it autograd "
+    "nodes that are tied to its stream: delete it, or keep it detached."
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class ReplayOptions:
 
     dispatch: str = "event"
     max_captures: int = 8
-    max_in_flight: int = 1  # more have not been seen right on a GPU yet
+    max_in_flight: int = 4
 
     def check(self, function: str) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -319,11 +325,12 @@ def capture_call(
         first: BaseException = error  # ending a capture that failed raises a second time
         while first.__context__ is not None:
             first = first.__context__
+        hint = KEPT_LOSS if "uncaptured work in another stream" in str(first) else ""
         raise RuntimeError(
             f"{what}: expected work that a CUDA graph can hold, got {type(first).__name__} at "
             f"{where_of(first)}: {first}. Host synchronisation (.item(), printing, boolean masks) "
             "and allocation on other streams cannot be captured: leave the module that does it out "
-            "of the region (torch.compiler.disable), or compile without replay='cuda'."
+            f"of the region (torch.compiler.disable), or compile without replay='cuda'.{hint}"
         ) from error
     pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
     return Captured(graph, inputs, outputs, dynamic, pointers)

@@ -132,6 +132,49 @@ def test_inductor_regions_replay() -> None:
     model.close()
 
 
+def test_fused_accumulates_replay_and_are_no_less_exact() -> None:
+    """bf16, so that wgrad GEMMs are joined with their accumulates: one rounding fewer."""
+    net = Net().bfloat16()
+    want = reference(copy.deepcopy(net).cuda(), [batch().bfloat16()])
+    errors = {}
+    for fuse in (False, None):
+        torch._dynamo.reset()
+        model = wrapped(copy.deepcopy(net))
+        step = gg.compile(model, lowering="inductor", replay="cuda", fuse=fuse)
+        for _ in range(4):
+            model.zero_grad_buffer()
+            step(batch().bfloat16()).backward()
+            model.finish_grad_sync()
+            got = grads(model)
+            assert [(r.weight, r.use) for r in model.reports] == [
+                (o.weight, o.use) for o in step.plan.regions[0].occurrences
+            ]
+        errors[fuse] = {n: float((got[n].double() - w).norm() / w.norm()) for n, w in want.items()}
+        (text,) = (r.texts["after"] for r in step.regions)
+        assert ("wgrad_gemm" in text, "accumulate_many" in text) == (fuse is None,) * 2
+        model.close()
+    for name, error in errors[None].items():
+        assert error < max(0.02, 1.2 * errors[False][name]), (name, error, errors[False][name])
+
+
+def test_a_kept_loss_of_an_uncaptured_step_is_named() -> None:
+    """Its autograd graph ties the parameters' accumulators to the stream that it ran on."""
+    model = wrapped(Net())
+    step = whole_step(model, model)
+    model.zero_grad_buffer()
+    kept = model(batch())
+    kept.backward()
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    step(batch())
+    model.finish_grad_sync()
+    with pytest.raises(RuntimeError, match="loss or output of an earlier uncaptured step"):
+        step.prepare(batch())
+    del kept
+    step.prepare(batch())
+    model.close()
+
+
 class Layer(nn.Module):
     """A module of our own: Dynamo skips frames of torch's, and would compile nothing."""
 
@@ -463,7 +506,7 @@ def test_several_forwards_in_flight_have_their_own_activations() -> None:
     net = Net()
     want_net = copy.deepcopy(net).cuda()
     model = wrapped(net)
-    step = gg.compile(model, lowering="eager", replay="cuda", max_in_flight=4)
+    step = gg.compile(model, lowering="eager", replay="cuda")
     for repeat in range(4):
         batches = [batch(10 * repeat + k) for k in range(3)]
         model.zero_grad_buffer()

@@ -266,6 +266,23 @@ def test_k23_a_host_synchronisation_names_module_and_line() -> None:
     model.close()
 
 
+def test_a_kept_loss_is_named_where_cuda_reports_another_stream() -> None:
+    """pytorch 137483; what a GPU makes of it is in tests/gpu."""
+    model = t.wrapped(t.Net())
+    r = t.Replayed("step", model)
+    r.train(t.batch())
+    said = "CUDA error: dependency created on uncaptured work in another stream"
+
+    def capture(work: Any, *, lasting: bool) -> Any:
+        raise RuntimeError(said)
+
+    r.driver.capture = capture
+    model.zero_grad_buffer()
+    with pytest.raises(RuntimeError, match=f"{said}.*loss or output of an earlier uncaptured step"):
+        r.call(t.batch())
+    model.close()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_k22_reentrant_checkpoints_are_refused_and_others_work(reentrant: bool) -> None:
     class Checkpointed(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 import gtpgraph as gg
 from gtpgraph.by_path import module_at
 from gtpgraph.graph import lower
+from gtpgraph.graph.builder import CompileOptions
 from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
 from gtpgraph.testing import max_error
 
@@ -325,6 +326,23 @@ def test_k35_a_warm_cache_keeps_chain_filters_apart(tmp_path: Path) -> None:
     assert (filtered["graphed"], filtered["eager"]) == (["net.0.weight"], ["net.2.weight"])
     assert again["hit"] == 2 and again["miss"] == 0
     assert (again["graphed"], again["eager"]) == (first["graphed"], [])
+
+
+@pytest.mark.parametrize(
+    ("fuse", "lowering", "device", "expected"),
+    [
+        (None, "inductor", "cuda", True),
+        (None, "inductor", "cpu", False),
+        (None, "eager", "cuda", False),  # the oracle keeps eager's bits
+        (True, "eager", "cpu", True),
+        (False, "inductor", "cuda", False),
+    ],
+)
+def test_where_accumulates_are_fused(
+    fuse: bool | None, lowering: str, device: str, expected: bool
+) -> None:
+    options = CompileOptions(lowering=lowering, fuse=fuse)
+    assert options.fuses(torch.device(device)) is expected
 
 
 def test_inductor_is_told_of_our_operators(caplog: pytest.LogCaptureFixture) -> None:
