@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gtpgraph.kernels.common import factor, on_device, store_stats, update
+from gtpgraph.kernels.common import cdiv, factor, on_device, store_stats, update
 from gtpgraph.kernels.launch import launch
 from gtpgraph.kernels.stats import STATS_TILE
 
@@ -133,7 +133,7 @@ def accumulate(
             stats = partials is not None
             key = ("accumulate", flat.device, flat.dtype, wgrad.dtype, offset, numel, first, stats)
             launch(
-                accumulate_kernel, key, (triton.cdiv(numel, block), 1, 1),
+                accumulate_kernel, key, (cdiv(numel, block), 1, 1),
                 (flat, wgrad, beta, token, partials if stats else flat,
                  index, offset, scale, numel),
                 {"FIRST": first, "STATS": stats, "BLOCK": block}, num_warps=NUM_WARPS,
@@ -161,7 +161,7 @@ def _launch_strided(
             "wgrad.contiguous()"
         )
     (size_b, s_b), (size_m, s_m), (size_n, s_n) = [(1, 0)] * (3 - len(dims)) + dims
-    tiles = size_b * triton.cdiv(size_m, TILE_M) * triton.cdiv(size_n, TILE_N)
+    tiles = size_b * cdiv(size_m, TILE_M) * cdiv(size_n, TILE_N)
     accumulate_strided_kernel[(tiles,)](
         flat, wgrad, beta, token, index, offset, scale, size_m, size_n, s_b, s_m, s_n,
         FIRST=first, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=TILE_WARPS,

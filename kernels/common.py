@@ -21,6 +21,11 @@ TRITON_DTYPES = {
 }
 
 
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``; called on the host, Triton's own takes microseconds."""
+    return -(-a // b)
+
+
 @triton.jit
 def factor(p_beta, index, FIRST: tl.constexpr):
     """``beta[index]`` of a first contribution, else 1."""
@@ -65,6 +70,6 @@ _HERE = contextlib.nullcontext()
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Launch on ``tensor``'s device (Triton launches on the current one)."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    if tensor.is_cuda and tensor.get_device() != torch.accelerator.current_device_index():
         return torch.cuda.device(tensor.device)
     return _HERE

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gtpgraph.kernels.common import factor, on_device, store_stats, update
+from gtpgraph.kernels.common import cdiv, factor, on_device, store_stats, update
 from gtpgraph.kernels.stats import STATS_TILE
 
 # Swept on one H200: at 8 ranks every block of 512 to 4096 within 0.5%, at 64 this 3% before 1024/4.
@@ -110,7 +110,7 @@ def shard_reduce(
     if numel == 0:
         return token.zero_()
     with on_device(flat):
-        shard_reduce_kernel[(triton.cdiv(numel, BLOCK),)](
+        shard_reduce_kernel[(cdiv(numel, BLOCK),)](
             flat, recv, beta, token, flat if partials is None else partials,
             index, offset, scale, recv.stride(0), numel, valid,
             R=ranks, FIRST=first, STATS=partials is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,

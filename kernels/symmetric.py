@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gtpgraph.kernels.common import TRITON_DTYPES, factor, on_device, update
+from gtpgraph.kernels.common import TRITON_DTYPES, cdiv, factor, on_device, update
 
 BLOCK, NUM_WARPS = 1024, 4
 _CHANNEL_BEFORE, _CHANNEL_AFTER = 0, 1
@@ -178,7 +178,7 @@ def launch_reduce_scatter(
     token = torch.empty(1, dtype=torch.uint8, device=flat.device)
     if numel == 0:
         return token.zero_()
-    reduce_scatter_kernel[(triton.cdiv(numel, BLOCK),)](
+    reduce_scatter_kernel[(cdiv(numel, BLOCK),)](
         flat, table, beta, token, index, offset, scale, rank * numel, numel,
         DTYPE=TRITON_DTYPES[wire], R=table.numel(), FIRST=first, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -190,7 +190,7 @@ def launch_all_gather(
 ) -> None:
     """The copies alone, from the buffers whose addresses ``table`` holds."""
     if numel:
-        all_gather_kernel[(triton.cdiv(numel, BLOCK), table.numel())](
+        all_gather_kernel[(cdiv(numel, BLOCK), table.numel())](
             out, table, rank, numel,
             DTYPE=TRITON_DTYPES[wire], R=table.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

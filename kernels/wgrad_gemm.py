@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gtpgraph.kernels.common import factor, on_device, update
+from gtpgraph.kernels.common import cdiv, factor, on_device, update
 from gtpgraph.kernels.gemm_table import Config
 from gtpgraph.kernels.launch import launch
 
@@ -159,7 +159,7 @@ def run_triton(p: Problem, config: Config) -> None:
     """Launch the Triton kernel with ``config``."""
     (num_t, num_m), num_n = p.dy.shape, p.x.shape[1]
     programs = config.per_sm * multiprocessors(p.flat.device)
-    programs = min(programs, triton.cdiv(num_m, config.bm) * triton.cdiv(num_n, config.bn))
+    programs = min(programs, cdiv(num_m, config.bm) * cdiv(num_n, config.bn))
     tma = takes_tma(p.dy, p.x)
     dy: torch.Tensor | TensorDescriptor = p.dy
     x: torch.Tensor | TensorDescriptor = p.x
@@ -184,7 +184,7 @@ def run_addmm(p: Problem) -> None:
     numel = num_m * num_n
     main = p.flat[p.offset : p.offset + numel].view(num_m, num_n)
     if p.first:
-        programs = min(PREPARE_PROGRAMS, triton.cdiv(numel, PREPARE_BLOCK))
+        programs = min(PREPARE_PROGRAMS, cdiv(numel, PREPARE_BLOCK))
         prepare_kernel[(programs,)](
             p.flat, p.beta, p.index, p.offset, numel,
             BLOCK=PREPARE_BLOCK, PROGRAMS=programs, num_warps=PREPARE_WARPS,

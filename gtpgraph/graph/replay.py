@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gtpgraph.replay")
 DISPATCH = ("after", "event", "in_graph")
 ShapeKey = tuple[object, ...]
+OTHER_STREAM = ("uncaptured work in another stream", "legacy stream depend on a capturing")
 # pytorch 137483: what accumulates a parameter's gradient remembers the stream of the autograd graph
 # that made it, for as long as any loss or output of that graph lives.
 KEPT_LOSS = (
@@ -325,7 +326,7 @@ def capture_call(
         first: BaseException = error  # ending a capture that failed raises a second time
         while first.__context__ is not None:
             first = first.__context__
-        hint = KEPT_LOSS if "uncaptured work in another stream" in str(first) else ""
+        hint = KEPT_LOSS if any(text in str(first) for text in OTHER_STREAM) else ""
         raise RuntimeError(
             f"{what}: expected work that a CUDA graph can hold, got {type(first).__name__} at "
             f"{where_of(first)}: {first}. Host synchronisation (.item(), printing, boolean masks) "
