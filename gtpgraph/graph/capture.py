@@ -35,8 +35,8 @@ Place = tuple[Mapping[str, Any], str]  # a module's parameters or buffers, and a
 
 @dataclass(eq=False)
 class _Step:
-    """What is known of one input shape: the reports of its first run, then its graph, where its
-    results are copied to, and where it reads parameters and buffers."""
+    """What is known of one input shape: the reports of its first run, then its graph, where the
+    caller finds its results, and where it reads parameters and buffers."""
 
     reports: list[Report]
     captured: Captured | None = None
@@ -174,9 +174,11 @@ class CapturedStep:
             captured.graph.reset()
             raise
         known.captured, known.recording = captured, record
-        known.results = [
-            torch.empty_like(o) if isinstance(o, Tensor) else o for o in captured.outputs
-        ]
+        known.results = captured.outputs
+        if not captured.lasting:  # their memory is scratch of graphs captured before
+            known.results = [
+                torch.empty_like(o) if isinstance(o, Tensor) else o for o in captured.outputs
+            ]
         known.places, known.pointers = places_of(wrapper.module)
 
     def _replay(self, known: _Step, batch: tuple[Any, ...]) -> Any:
@@ -195,7 +197,7 @@ class CapturedStep:
         record.finished(events)
         wrapper.report_replay(record)
         for result, output in zip(known.results, captured.outputs, strict=True):
-            if isinstance(output, Tensor):  # whose memory is scratch of the other shapes' graphs
+            if isinstance(output, Tensor) and result is not output:
                 result.copy_(output)
         return _result([o.detach() if isinstance(o, Tensor) else o for o in known.results])
 

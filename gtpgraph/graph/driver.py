@@ -33,8 +33,14 @@ class Driver(Protocol):
         """Capture what `work` launches; nothing runs. Returns the graph and `work`'s result.
 
         A replay's results are valid until the next replay of the same graph if `lasting`, otherwise
-        until the next replay of any graph that is not: those share their memory.
+        until the next replay of any graph that is not and was captured before: those share their
+        memory.
         """
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing was captured into the shared memory so far: the results of the next graph
+        last, `lasting` or not."""
 
     def mark(self) -> Any:
         """Inside a capture: an event that every replay records at this point."""
@@ -73,6 +79,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._shared = torch.cuda.graph_pool_handle()
+        self._is_shared = False
         self._stream, self._branch = capture_streams(device)
         self._forked = False
 
@@ -91,7 +98,13 @@ class CudaDriver:
             self._recover(rng, pool)
             raise
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._is_shared = self._is_shared or not lasting
         return graph, result
+
+    @property
+    def is_first(self) -> bool:
+        """Nobody's scratch is in the shared pool yet."""
+        return not self._is_shared
 
     def _recover(self, rng: Tensor, pool: Any) -> None:
         """After a failed capture: the default generator still believes that it is captured and
@@ -100,6 +113,7 @@ class CudaDriver:
         index = self._device.index if self._device.index is not None else 0
         compat.end_pool(index, pool)
         self._shared = torch.cuda.graph_pool_handle()
+        self._is_shared = False
         fresh = torch.Generator(device=self._device)
         fresh.set_state(rng)
         torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())

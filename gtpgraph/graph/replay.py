@@ -65,13 +65,15 @@ class ReplayOptions:
 
 @dataclass(eq=False)
 class Captured:
-    """One captured graph with the arguments it reads. `dynamic` are positions copied in."""
+    """One captured graph with the arguments it reads. `dynamic` are positions copied in; `lasting`
+    says whether its outputs outlive replays of other graphs."""
 
     graph: Graph
     inputs: list[Any]
     outputs: list[Any]
     dynamic: tuple[int, ...]
     pointers: list[int]
+    lasting: bool
 
     def feed(self, args: list[Any]) -> None:
         """Copy the dynamic inputs in, and any static one that has moved.
@@ -320,6 +322,7 @@ def capture_call(
         # without their autograd history, whose accumulators would stay tied to the capture's stream
         return [r.detach() if isinstance(r, Tensor) and r.requires_grad else r for r in results]
 
+    is_lasting = lasting or driver.is_first
     try:
         graph, outputs = driver.capture(work, lasting=lasting)
     except Exception as error:
@@ -334,7 +337,7 @@ def capture_call(
             f"of the region (torch.compiler.disable), or compile without replay='cuda'.{hint}"
         ) from error
     pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
-    return Captured(graph, inputs, outputs, dynamic, pointers)
+    return Captured(graph, inputs, outputs, dynamic, pointers, is_lasting)
 
 
 def where_of(error: BaseException) -> str:

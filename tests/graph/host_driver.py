@@ -120,7 +120,7 @@ class HostGraph:
         with self._driver.at("replay"):
             new = self._again()
         if not self.lasting:
-            self._driver.overwrite_scratch()
+            self._driver.overwrite_scratch(self)
         for old, value in zip(self.outputs, new, strict=True):
             if isinstance(old, Tensor) and old.data_ptr() != value.data_ptr():
                 old.copy_(value)
@@ -184,14 +184,18 @@ class HostDriver:
         self.graphs.append(graph)
         return graph, graph.outputs
 
-    def overwrite_scratch(self) -> None:
-        """What a replay may do at worst: its scratch is where results of the others lie that share
-        its memory pool."""
+    @property
+    def is_first(self) -> bool:
+        return all(graph.lasting for graph in self.graphs)
+
+    def overwrite_scratch(self, replayed: HostGraph) -> None:
+        """What a replay may do at worst: its scratch is where results of graphs lie that share its
+        memory pool and were captured later."""
         kept = {b.flat.untyped_storage().data_ptr() for b in self.wrapper.buckets}
         kept |= {p.untyped_storage().data_ptr() for p in self.wrapper.parameters()}
         lasting = [o for g in self.graphs if g.lasting for o in g.outputs]
         kept |= {o.untyped_storage().data_ptr() for o in lasting if isinstance(o, Tensor)}
-        for graph in self.graphs:
+        for graph in self.graphs[self.graphs.index(replayed) + 1 :]:
             for output in () if graph.lasting else graph.outputs:
                 if isinstance(output, Tensor) and output.is_floating_point():
                     if output.untyped_storage().data_ptr() not in kept:
