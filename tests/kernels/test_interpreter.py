@@ -6,16 +6,26 @@ import re
 import subprocess
 import sys
 
+import numpy
 import pytest
 
 HERE = pathlib.Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_triton_*.py"))
 
 
+def _numpy_is_too_new(triton: str) -> bool:
+    def release(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    return release(triton) < (3, 7) and release(numpy.__version__) >= (2, 4)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter run")
 @pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file: str) -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if file == "test_triton_gemm.py" and _numpy_is_too_new(triton.__version__):
+        pytest.skip("Triton's interpreter before 3.7 takes loop bounds from numpy before 2.4 only")
     paths = [p for p in sys.path if p]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     env["CUDA_VISIBLE_DEVICES"] = ""
