@@ -6,16 +6,24 @@ reach into a private name, so a new torch release is checked by reading this fil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
-from torch.distributed import Store
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.distributed import ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+# Documented and widely used, and still imported from private names.
+__all__ = ["OpOverload", "TorchDispatchMode", "tree_map_only"]
 # torch 2.13 renames both and warns on the old names.
 all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,11 +84,15 @@ def frame_ids() -> tuple[int, int] | None:
     return int(compile_id.frame_id), int(compile_id.frame_compile_id)
 
 
-def num_graph_breaks() -> int:
-    """Graph breaks that Dynamo has counted in this process (``torch._dynamo.utils.counters``)."""
+def num_graph_breaks(reason: re.Pattern[str] | None = None) -> int:
+    """Graph breaks that Dynamo has counted in this process, of those whose reason holds `reason`.
+
+    Stands on ``torch._dynamo.utils.counters``.
+    """
     from torch._dynamo.utils import counters
 
-    return sum(counters["graph_break"].values())
+    found = counters["graph_break"].items()
+    return sum(n for text, n in found if reason is None or reason.search(text))
 
 
 def grad_of_input(desc: object) -> int | None:
@@ -309,3 +321,114 @@ def init_fake_process_group(world: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+
+def source_of(placeholder: fx.Node) -> Any:
+    """Where Dynamo read a placeholder's value from (``grapharg.source``)."""
+    return getattr(placeholder.meta.get("grapharg"), "source", None)
+
+
+def install_guards(identity: list[Any], requires_grad: list[Any]) -> None:
+    """Add guards to the compilation in progress.
+
+    Stands on ``torch._dynamo.guards`` (GuardBuilder.ID_MATCH, CONSTANT_MATCH, install_guard),
+    ``torch._dynamo.source`` and ``torch._guards.TracingContext``; the same on 2.11 and 2.13.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    if frame_ids() is None or TracingContext.try_get() is None:
+        return
+
+    def module_identity(builder: Any, guard: Any) -> None:
+        if isinstance(builder.get(guard), nn.Module):
+            builder.ID_MATCH(guard)
+
+    roots: dict[str, Any] = {}
+    for source in requires_grad:
+        flag = AttrSource(source, "requires_grad")
+        install_guard(flag.make_guard(GuardBuilder.CONSTANT_MATCH))
+    for source in identity:
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        root = source
+        while getattr(root, "base", None) is not None:
+            root = root.base
+        if root is not source:
+            roots.setdefault(str(root), root)
+    for root in roots.values():
+        install_guard(root.make_guard(module_identity))
+
+
+def run_eagerly(code: CodeType, *, callees: bool) -> None:
+    """Dynamo compiles no frame of `code` by itself (it still traces one into its caller's graph);
+    with `callees`, none of what such a frame calls either.
+
+    Stands on ``torch._C._dynamo.eval_frame.set_code_exec_strategy``; the same on 2.11 and 2.13.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    below = FrameAction.SKIP if callees else FrameAction.DEFAULT
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, below))
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from, or `mesh`; torch has no public way to ask."""
+    return mesh._get_root_mesh()
+
+
+def nccl_backend(group: ProcessGroup, device: torch.device) -> Any:
+    """The NCCL backend of a group on `device`, None for another one (its accessor is private)."""
+    if device.type != "cuda" or "nccl" not in str(dist.get_backend(group)):
+        return None
+    return group._get_backend(device)
+
+
+def stands_for_data(tensor: Tensor) -> bool:
+    """True for a tensor that only stands for data: fake, functional, functorch's, or proxied.
+
+    Stands on ``torch._subclasses``, ``torch._C._functorch`` and the proxy mode of ``torch.fx``.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return (
+        isinstance(tensor, (FakeTensor, FunctionalTensor))
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or get_proxy_mode() is not None
+    )
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, of whatever error torch raises where there is none.
+
+    Stands on ``torch.distributed.distributed_c10d._resolve_process_group``.
+    """
+    c10d: Any = dist.distributed_c10d
+    group: dist.ProcessGroup = c10d._resolve_process_group(name)
+    return group
+
+
+def symmetric_empty(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] of symmetric memory, whose public import path is still a private name."""
+    from torch.distributed import _symmetric_memory
+
+    module: Any = _symmetric_memory
+    buffer: Tensor = module.empty(nbytes, dtype=torch.uint8, device=device)
+    return buffer
+
+
+def symmetric_rendezvous(buffer: Tensor, group_name: str) -> Any:
+    """The handle of a buffer's peers, a collective over the group; see :func:`symmetric_empty`."""
+    from torch.distributed import _symmetric_memory
+
+    module: Any = _symmetric_memory  # its name type for groups differs between releases
+    return module.rendezvous(buffer, group_name)
+
+
+def has_hooks(param: nn.Parameter) -> bool:
+    """Whether a Parameter has gradient hooks of any kind; torch keeps them under private names."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)

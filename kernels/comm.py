@@ -20,9 +20,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from gtpgraph import compat
 
 HANDLE_ATTRIBUTE = "_gtp_handle"
 GATHERED_ATTRIBUTE = "_gtp_gathered"  # on an eager result: the arguments that gathered it
@@ -46,29 +45,6 @@ class GatherHandle(Protocol):
         """
 
 
-# --- what differs between torch releases -------------------------------------------------------
-
-
-def _compat_is_tracing(tensor: Tensor) -> bool:
-    """True for a tensor that only stands for data: fake, functional, functorch's, or proxied."""
-    return (
-        isinstance(tensor, (FakeTensor, FunctionalTensor))
-        or torch._is_functional_tensor(tensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or get_proxy_mode() is not None
-    )
-
-
-def _compat_resolve_group(name: str) -> dist.ProcessGroup:
-    c10d: Any = dist.distributed_c10d
-    return cast(dist.ProcessGroup, c10d._resolve_process_group(name))
-
-
-# torch 2.13 renames both collectives and warns on the old names.
-_compat_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_compat_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 # --- groups ------------------------------------------------------------------------------------
 
 
@@ -84,7 +60,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
             "which has no ProcessGroup; test for it before resolving"
         )
     try:
-        return _compat_resolve_group(name)
+        return compat.resolve_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise RuntimeError(
             f"process group {name!r}: expected a group that this process created and has not "
@@ -100,7 +76,7 @@ def group_size(name: str) -> int:
 
 def is_tracing(tensor: Tensor) -> bool:
     """True where a graph is being traced, so that run-time state must be left alone."""
-    return torch.compiler.is_compiling() or _compat_is_tracing(tensor)
+    return torch.compiler.is_compiling() or compat.stands_for_data(tensor)
 
 
 # --- gather and reduce, launched and waited -----------------------------------------------------
@@ -135,7 +111,7 @@ def gather_launch(shard: Tensor, group_name: str) -> tuple[Tensor, dist.Work | N
         return shard.detach().clone(memory_format=torch.contiguous_format), None
     group = resolve_group(group_name)
     out = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
-    work = _compat_all_gather(out, shard.detach().contiguous(), group=group, async_op=True)
+    work = compat.all_gather(out, shard.detach().contiguous(), group=group, async_op=True)
     return out, work
 
 
@@ -152,7 +128,7 @@ def reduce_launch(
     group = resolve_group(group_name)
     padded = pad_rows(wgrad.detach(), group.size() * shard_rows)
     out = padded.new_empty((shard_rows, *padded.shape[1:]))
-    work = _compat_reduce_scatter(out, padded, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work = compat.reduce_scatter(out, padded, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return out, work
 
 
@@ -249,7 +225,7 @@ def gather(shard: Tensor, rows: int, group_name: str) -> Tensor:
     copies there: under Inductor, an operator whose result aliases its input without saying so in
     its schema lets the memory planner reuse, and so overwrite, the weight.
     """
-    if not group_name and not torch.compiler.is_compiling() and not _compat_is_tracing(shard):
+    if not group_name and not torch.compiler.is_compiling() and not compat.stands_for_data(shard):
         alias: Any = _GatherAlias
         return cast(Tensor, alias.apply(shard, rows))
     full = cast(Tensor, torch.ops.gtpgraph.gather(shard, rows, group_name))

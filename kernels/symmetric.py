@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gtpgraph import compat
 from gtpgraph.kernels.common import TRITON_DTYPES, cdiv, factor, on_device, update
 
 BLOCK, NUM_WARPS = 1024, 4
@@ -98,24 +99,12 @@ class Peers:
 _attached: dict[tuple[int, str], Peers] = {}
 
 
-def _compat_rendezvous(buffer: torch.Tensor, group_name: str) -> Any:
-    # The public import path of symmetric memory is still torch.distributed._symmetric_memory.
-    from torch.distributed import _symmetric_memory
-
-    module: Any = _symmetric_memory  # its name type for groups differs between releases
-    return module.rendezvous(buffer, group_name)
-
-
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] of symmetric memory on a CUDA `device`, not attached yet, contents undefined.
 
     Local; every rank of a group must ask for the same size.
     """
-    from torch.distributed import _symmetric_memory
-
-    module: Any = _symmetric_memory
-    buffer: torch.Tensor = module.empty(nbytes, dtype=torch.uint8, device=device)
-    return buffer
+    return compat.symmetric_empty(nbytes, device)
 
 
 def attach(buffer: torch.Tensor, group_name: str) -> Peers:
@@ -128,7 +117,7 @@ def attach(buffer: torch.Tensor, group_name: str) -> Peers:
     Raises:
         ValueError: the buffer does not start at a multiple of 16 bytes of its allocation.
     """
-    handle = _compat_rendezvous(buffer, group_name)
+    handle = compat.symmetric_rendezvous(buffer, group_name)
     pointers = list(handle.buffer_ptrs)
     shift = buffer.data_ptr() - pointers[handle.rank]
     if shift % 16:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.utils._pytree import tree_map_only
+
+from gtpgraph.compat import tree_map_only
 
 
 @dataclass(frozen=True)

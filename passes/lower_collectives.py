@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gtpgraph.compat import OpOverload
 from gtpgraph.graph.sites import is_gather, is_reduce
 from gtpgraph.kernels.comm import group_size
 from gtpgraph.passes.edit import PassResult, call, finish
@@ -35,7 +36,7 @@ _aten = torch.ops.aten
 def is_launch(node: fx.Node) -> bool:
     """Whether a node starts a functional collective, one of ours or of the model's own."""
     target = node.target
-    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
+    ours = isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
     return ours and target is not WAIT
 
 

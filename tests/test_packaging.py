@@ -1,6 +1,8 @@
 """What is installed: gtpgraph with passes and kernels inside it, and no top-level ones."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,3 +119,37 @@ def test_bare_import_is_refused(name: str) -> None:
 def test_torch_compile_finds_the_backend() -> None:
     (backend,) = entry_points(group="torch_dynamo_backends", name="gtpgraph")
     assert callable(backend.load())
+
+
+PRIVATE = re.compile(r"(^|[.])_[a-z]\w*")
+# Operators, whose namespace is public and named with a leading underscore.
+ALLOWED = re.compile(r"^torch[.](ops[.]|_foreach_\w+$)")
+
+
+def private_names(source: str) -> list[str]:
+    """Names below torch with a part that starts with an underscore, imported or spelled out."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+    torch_names = [n for n in found if re.match(r"(torch|dist)[.][\w.]+$", n)]
+    return [n for n in torch_names if PRIVATE.search(n) and not ALLOWED.search(n)]
+
+
+def test_private_torch_names_are_in_compat_alone() -> None:
+    assert private_names("from torch._dynamo.guards import x") == ["torch._dynamo.guards.x"]
+    assert private_names("y = torch._C._a(1)") == ["torch._C._a"]
+    assert private_names("z = torch.ops._c10d_functional.wait_tensor") == []
+    folders = [ROOT / name for name in ("gtpgraph", "passes", "kernels")]
+    files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
+    assert len(files) > 80
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in files
+        if path.name != "compat.py" and (names := private_names(path.read_text()))
+    }
+    assert found == {}

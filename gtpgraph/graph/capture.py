@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gtpgraph.graph.captured import Captured, capture_call
 from gtpgraph.graph.driver import CudaDriver, Driver
 from gtpgraph.graph.recording import Recording
-from gtpgraph.graph.replay import Captured, ReplayOptions, ShapeKey, capture_call
+from gtpgraph.graph.replay import ReplayOptions, ShapeKey
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.ready import Report
 

@@ -12,7 +12,6 @@ as well: torch 2.11 does not, and would go on finalising a weight that has been 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx, nn
 
@@ -26,46 +25,9 @@ def pin_weights(gm: fx.GraphModule, positions: Iterable[int]) -> None:
     Does nothing for a graph that Dynamo is not compiling right now, which has no guards.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    sources = [_compat_source(placeholders[p]) for p in positions]
+    sources = [compat.source_of(placeholders[p]) for p in positions]
     params = [n for n in placeholders if isinstance(compat.example_of(n), nn.Parameter)]
-    _compat_guard(
+    compat.install_guards(
         [s for s in sources if s is not None],
-        [s for s in map(_compat_source, params) if s is not None],
+        [s for s in map(compat.source_of, params) if s is not None],
     )
-
-
-def _compat_source(placeholder: fx.Node) -> Any:
-    """Where Dynamo read a placeholder's value from (``grapharg.source``)."""
-    return getattr(placeholder.meta.get("grapharg"), "source", None)
-
-
-def _compat_guard(identity: list[Any], requires_grad: list[Any]) -> None:
-    """Add guards to the compilation in progress.
-
-    Stands on ``torch._dynamo.guards`` (GuardBuilder.ID_MATCH, CONSTANT_MATCH, install_guard),
-    ``torch._dynamo.source`` and ``torch._guards.TracingContext``; the same on 2.11 and 2.13.
-    """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
-
-    if compat.frame_ids() is None or TracingContext.try_get() is None:
-        return
-
-    def module_identity(builder: Any, guard: Any) -> None:
-        if isinstance(builder.get(guard), nn.Module):
-            builder.ID_MATCH(guard)
-
-    roots: dict[str, Any] = {}
-    for source in requires_grad:
-        flag = AttrSource(source, "requires_grad")
-        install_guard(flag.make_guard(GuardBuilder.CONSTANT_MATCH))
-    for source in identity:
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-        root = source
-        while getattr(root, "base", None) is not None:
-            root = root.base
-        if root is not source:
-            roots.setdefault(str(root), root)
-    for root in roots.values():
-        install_guard(root.make_guard(module_identity))

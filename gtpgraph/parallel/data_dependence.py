@@ -13,24 +13,18 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from gtpgraph import compat
 from gtpgraph.parallel.shard_spec import ShardSpec
 
 _BY_DATA = re.compile(r"data.?dependent|dynamic.?shape|\.item\(|nonzero|_local_scalar", re.I)
 _breaks_before: int | None = None  # when the compiled model that is running was called
 
 
-def _compat_num_data_breaks() -> int:
-    """Graph breaks of this process for want of a value (``torch._dynamo.utils.counters``)."""
-    from torch._dynamo.utils import counters
-
-    return sum(n for reason, n in counters["graph_break"].items() if _BY_DATA.search(reason))
-
-
 @contextmanager
 def watch_data_breaks() -> Iterator[None]:
     """A compiled model is running: breaks on data from here on are its own."""
     global _breaks_before
-    outer, _breaks_before = _breaks_before, _compat_num_data_breaks()
+    outer, _breaks_before = _breaks_before, compat.num_graph_breaks(_BY_DATA)
     try:
         yield
     finally:
@@ -41,7 +35,7 @@ def refuse_expert_loops(weights: Iterable[tuple[str, ShardSpec]]) -> None:
     """Raise NotImplementedError if a running compiled model broke on data and these weights hold
     experts, not stacked into one, over several ranks."""
     names = [fqn for fqn, s in weights if s.expert and s.group_name and not s.is_stacked]
-    if not names or _breaks_before is None or _compat_num_data_breaks() == _breaks_before:
+    if not names or _breaks_before is None or compat.num_graph_breaks(_BY_DATA) == _breaks_before:
         return
     raise NotImplementedError(
         f"experts: expected collectives that do not depend on a rank's tokens, got a graph break "

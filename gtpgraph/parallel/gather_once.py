@@ -14,11 +14,12 @@ merged in the graph (`gtpgraph.graph.backend`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gtpgraph import compat
 
 _SCOPE = "_gtp_gathered"  # in a module's __dict__, while its forward runs
 
@@ -54,26 +55,13 @@ def gather_in_scope(
     return known[1]
 
 
-def _compat_run_eagerly(code: CodeType, *, callees: bool) -> None:
-    """Dynamo compiles no frame of `code` by itself (it still traces one into its caller's graph);
-    with `callees`, none of what such a frame calls either.
-
-    Stands on ``torch._C._dynamo.eval_frame.set_code_exec_strategy``; the same on 2.11 and 2.13.
-    """
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
-    below = FrameAction.SKIP if callees else FrameAction.DEFAULT
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, below))
-
-
 def read_eagerly(getter: Callable[..., Any]) -> None:
     """Keep reads by code that Dynamo has skipped (a loop with a graph break in it) out of graphs.
 
     Dynamo would compile the property by itself: a region that holds a gather and nothing else, once
     per read, blind to the scope.
     """
-    _compat_run_eagerly(getter.__code__, callees=True)
+    compat.run_eagerly(getter.__code__, callees=True)
 
 
-_compat_run_eagerly(call_in_scope.__code__, callees=False)
+compat.run_eagerly(call_in_scope.__code__, callees=False)

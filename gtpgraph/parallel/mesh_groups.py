@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gtpgraph import compat
+
 __all__ = ["AXES", "groups_of_mesh"]
 
 # Mesh axes, in the order in which world() reports them.
@@ -40,11 +42,6 @@ _SPANS: Final[dict[str, tuple[str, ...]]] = {
     "model": AXES,
     "grad_norm": AXES,
 }
-
-
-def _compat_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was sliced from, or `mesh`; torch has no public way to ask."""
-    return mesh._get_root_mesh()
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> dict[str, ProcessGroup | None] | None:
@@ -78,7 +75,7 @@ def _mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
             f"ProcessGroups.from_mesh: unknown mesh axis {', '.join(map(repr, unknown))}; "
             f"known: {known}. Remedy: name the axes of init_device_mesh among these"
         )
-    root = _compat_root_mesh(mesh)
+    root = compat.root_mesh(mesh)
     if root.mesh.numel() != mesh.mesh.numel():
         raise ValueError(
             f"ProcessGroups.from_mesh: expected a whole mesh, got the slice {names} "

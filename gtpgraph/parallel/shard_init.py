@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gtpgraph.compat import TorchDispatchMode
 from gtpgraph.kernels.comm import HANDLE_ATTRIBUTE
 from gtpgraph.parallel.shard_module import original_type, unswapped
 from gtpgraph.parallel.shard_spec import cut, like, specs_of

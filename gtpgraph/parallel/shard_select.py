@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gtpgraph import compat
 from gtpgraph.parallel.shard_spec import SPECS
 
 __all__ = ["Candidate", "find_candidates", "named_owners", "unwrap"]
@@ -37,10 +38,6 @@ class Candidate:
     owners: tuple[tuple[nn.Module, str], ...]
     fqns: tuple[str, ...]
     expert: bool
-
-
-def _compat_has_hooks(param: nn.Parameter) -> bool:
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -151,7 +148,7 @@ def _blockers(candidate: Candidate, gtp_size: int) -> Iterator[str]:
         )
     if gtp_size > 1 and param.grad is not None:
         yield f"{fqn}: has a .grad, which the cut would lose; zero_grad(set_to_none=True) first"
-    if gtp_size > 1 and _compat_has_hooks(param):
+    if gtp_size > 1 and compat.has_hooks(param):
         yield f"{fqn}: has gradient hooks, which the shard would not carry; add them afterwards"
 
 

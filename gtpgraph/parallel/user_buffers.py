@@ -26,17 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gtpgraph import compat
+
 __all__ = ["UserBuffers", "barrier"]
 
 # The order in which groups are registered; ranks that share several must agree on it.
 _ORDER = ("dp", "dp_cp", "dp_cp_gtp", "expt_dp")
-
-
-def _compat_nccl_backend(group: ProcessGroup, device: torch.device) -> Any:
-    """The NCCL backend of a group on `device`, None for another one (its accessor is private)."""
-    if device.type != "cuda" or "nccl" not in str(dist.get_backend(group)):
-        return None
-    return group._get_backend(device)
 
 
 def barrier(group: ProcessGroup, device: torch.device) -> None:
@@ -95,7 +90,7 @@ class UserBuffers:
     @staticmethod
     def _memory(found: _Pool) -> torch.cuda.MemPool | None:
         if found.pool is None:
-            found.backend = _compat_nccl_backend(found.group, found.device)
+            found.backend = compat.nccl_backend(found.group, found.device)
             if found.backend is not None:
                 found.pool = torch.cuda.MemPool(found.backend.mem_allocator)
         return found.pool

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gtpgraph as gg
+from gtpgraph import compat
 from gtpgraph.parallel import user_buffers
 from gtpgraph.parallel.user_buffers import UserBuffers
 from gtpgraph.testing import RankPool
@@ -140,7 +141,7 @@ def test_the_order_of_groups_does_not_depend_on_who_allocated_first() -> None:
     buffers = UserBuffers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(user_buffers, "barrier", lambda group, device: seen.append(group))
-        patch.setattr(user_buffers, "_compat_nccl_backend", lambda group, device: None)
+        patch.setattr(compat, "nccl_backend", lambda group, device: None)
         buffers.add("expt_dp", experts_, CPU)  # type: ignore[arg-type]
         buffers.add("dp_cp", dense, CPU)  # type: ignore[arg-type]
         assert buffers.register() == ["dp_cp", "expt_dp"]
@@ -161,7 +162,7 @@ def test_what_registration_does_on_nccl() -> None:
     buffers = UserBuffers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(user_buffers, "barrier", lambda group, device: calls.append("barrier"))
-        patch.setattr(user_buffers, "_compat_nccl_backend", lambda group, device: None)
+        patch.setattr(compat, "nccl_backend", lambda group, device: None)
         buffers.add("dp", object(), CPU)  # type: ignore[arg-type]
         (pool,) = buffers._pools.values()
         pool.backend, pool.pool = Backend(), "pool"  # type: ignore[assignment]
