@@ -1,7 +1,8 @@
 """Every private or release-dependent torch API that gtpgraph uses, each behind one name.
 
-Tried on torch 2.11.0 and 2.13.0. A function says what it stands on; nothing else in the package may
-reach into a private name, so a new torch release is checked by reading this file alone.
+Tried on torch 2.11.0 and 2.13.0. A function says what it stands on; nothing else in the package
+imports a private name of torch, so a new release is checked by reading this file. What a module or
+tensor keeps under a leading underscore (`_parameters`, `_base`) is used where it is needed.
 """
 
 from __future__ import annotations

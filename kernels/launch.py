@@ -1,6 +1,7 @@
 """Launch a Triton kernel again without its argument binder.
 
-In: a kernel, its arguments, and a key that fixes everything Triton specialises on. Out: a launch.
+In: a kernel, its arguments, and a key that fixes everything Triton specialises on (for NVIDIA GPUs).
+Out: a launch.
 Binding and specialising the arguments costs the host several times what the launch itself costs,
 which is what an uncaptured step of many small weights spends its time on. The first launch of a key
 goes through Triton and returns the compiled kernel; later ones call that, as Triton's tutorial on

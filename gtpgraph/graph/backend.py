@@ -135,7 +135,7 @@ def compile(
             captures the reductions too, for groups whose collectives a CUDA graph can hold.
         max_captures: input shapes captured per region; others run uncaptured, which is said once.
         max_in_flight: captured forwards of a region, per shape, whose backward has not run; others
-            run uncaptured. Each keeps its activations, and a forward's graphs share no memory.
+            run uncaptured. Each keeps its activations in memory of its own.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
         driver: the graph runtime for replay; None for CUDA.

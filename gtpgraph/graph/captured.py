@@ -41,7 +41,7 @@ class Captured:
     lasting: bool
 
     def feed(self, args: list[Any]) -> None:
-        """Copy the dynamic inputs in, and any static one that has moved.
+        """Copy the dynamic inputs in.
 
         Raises:
             RuntimeError: a parameter or saved activation is not where it was captured.

@@ -55,17 +55,6 @@ class Driver(Protocol):
         """Inside a capture: the graph goes on when all its branches have ended."""
 
 
-_streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-
-
-def capture_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The stream on which graphs of a device are captured, and the one for their branches. All
-    captures share them: nothing ever runs there, and captures follow one another."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    return _streams[device]
-
-
 class CudaDriver:
     """CUDA graphs, those whose results must last in a memory pool of their own, others in one pool.
 
@@ -80,7 +69,9 @@ class CudaDriver:
         self._device = device
         self._shared = torch.cuda.graph_pool_handle()
         self._is_shared = False
-        self._stream, self._branch = capture_streams(device)
+        # Of its own: torch keeps a cuBLAS workspace for each stream, which models must not share.
+        self._stream = torch.cuda.Stream(device)
+        self._branch = torch.cuda.Stream(device)
         self._forked = False
 
     def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[Graph, Any]:

@@ -127,8 +127,10 @@ class Recording:
     # -- at every replay ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before a replay: renew the betas of buckets whose state differs from the last replay."""
+        """Before a replay: renew the betas of buckets whose state differs from the last replay, and
+        mark what was written to them eagerly, behind which the whole replay would count."""
         for number, beta in self.betas.items():
+            self.wrapper.buckets[number].fence.settle()
             source = self.wrapper.buckets[number].beta()
             if source is not self._beta_of.get(number):
                 beta.copy_(source)

@@ -28,9 +28,9 @@ def comm_stream(device: torch.device) -> torch.cuda.Stream:
 class Fence:
     """Streams that wrote to one bucket in this step, and events of graphs that did.
 
-    An event is recorded on each stream when the reduction is launched, not at each write: reports
-    are made behind the writes, so it stands for the last of them. The record owns its events: an
-    event must outlive the wait that is queued on it.
+    An event is recorded on each stream when the reduction is launched, or before a replay is
+    (`settle`), not at each write: it stands for all of them and for nothing much behind the last.
+    The record owns its events: an event must outlive the wait that is queued on it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,6 +51,14 @@ class Fence:
         handle = compat.current_stream_handle(self._device)
         if handle not in self._used:
             self._used[handle] = torch.cuda.current_stream(self._device)
+
+    def settle(self) -> None:
+        """Record the events of the writes so far: what is launched next is not to be waited for."""
+        for writer in self._used.values():
+            event = torch.cuda.Event()
+            event.record(writer)
+            self._given.append(event)
+        self._used.clear()
 
     def wrote_at(self, event: torch.cuda.Event) -> None:
         """Whatever wrote to the bucket is done when `event` is (of a graph that is in flight)."""

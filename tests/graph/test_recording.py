@@ -13,6 +13,7 @@ import torch
 from gtpgraph.by_path import module_at
 from gtpgraph.graph.recording import Recording
 from gtpgraph.parallel.ready import Report
+from gtpgraph.parallel.streams import Fence
 
 t = module_at("gtpgraph_replay_tools", str(Path(__file__).parent / "replay_tools.py"))
 Record = Callable[..., None]
@@ -216,3 +217,21 @@ def test_eager_contributions_are_added_as_at_a_replay() -> None:
     assert (state.bucket.view(state.member) == 2).all(), "beta 0: stores"
     b.record.add(state.bucket, state.member, one, 2.0)
     assert (state.bucket.view(state.member) == 4).all(), "the second one of the graph adds"
+
+
+def test_eager_writes_are_marked_before_a_replay_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Marked behind it, their reduction would wait for all of the replay."""
+    order: list[str] = []
+    model = t.wrapped(t.Net())
+    r = t.Replayed("regions", model)
+    for seed in range(3):
+        r.train(t.batch(seed))
+    monkeypatch.setattr(Fence, "settle", lambda fence: order.append("settled"))
+    for graph in r.driver.graphs:
+        replay = graph.replay
+        monkeypatch.setattr(graph, "replay", lambda f=replay: (order.append("replay"), f()))
+    r.train(t.batch())
+    assert order == ["replay", *["settled"] * len(model.buckets), "replay"]
+    model.close()
