@@ -1,6 +1,6 @@
 """Launch a Triton kernel again without its argument binder.
 
-In: a kernel, its arguments, and a key that fixes everything Triton specialises on (for NVIDIA GPUs).
+In: a kernel, its arguments, a key that fixes what Triton specialises on (for NVIDIA GPUs).
 Out: a launch.
 Binding and specialising the arguments costs the host several times what the launch itself costs,
 which is what an uncaptured step of many small weights spends its time on. The first launch of a key
