@@ -130,8 +130,10 @@ class Recording:
         """Before a replay: renew the betas of buckets whose state differs from the last replay, and
         mark what was written to them eagerly, behind which the whole replay would count."""
         for number, beta in self.betas.items():
-            self.wrapper.buckets[number].fence.settle()
-            source = self.wrapper.buckets[number].beta()
+            bucket = self.wrapper.buckets[number]
+            if not isinstance(bucket.reduction, NoReduction):
+                bucket.fence.settle()
+            source = bucket.beta()
             if source is not self._beta_of.get(number):
                 beta.copy_(source)
                 self._beta_of[number] = source

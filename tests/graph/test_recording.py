@@ -226,6 +226,7 @@ def test_eager_writes_are_marked_before_a_replay_is_launched(
     order: list[str] = []
     model = t.wrapped(t.Net())
     r = t.Replayed("regions", model)
+    t.spy_on_reductions(model, r.driver)
     for seed in range(3):
         r.train(t.batch(seed))
     monkeypatch.setattr(Fence, "settle", lambda fence: order.append("settled"))

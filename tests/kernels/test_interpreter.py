@@ -25,7 +25,7 @@ def _numpy_is_too_new(triton: str) -> bool:
 def test_under_the_interpreter(file: str) -> None:
     triton = pytest.importorskip("triton")
     if file == "test_triton_gemm.py" and _numpy_is_too_new(triton.__version__):
-        pytest.skip("Triton's interpreter before 3.7 takes loop bounds from numpy before 2.4 only")
+        pytest.skip("Triton 3.6's interpreter takes loop bounds from numpy before 2.4 only")
     paths = [p for p in sys.path if p]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     env["CUDA_VISIBLE_DEVICES"] = ""

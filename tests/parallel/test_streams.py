@@ -80,3 +80,27 @@ def test_steps_leave_no_events_behind() -> None:
         model.finish_grad_sync()
         assert all(b.fence._given == [] for b in model.buckets)
     model.close()
+
+
+class Event:
+    """Stands for a CUDA event: knows on which stream it was recorded."""
+
+    def __init__(self) -> None:
+        self.streams: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.streams.append(stream)
+
+
+def test_settled_writes_have_their_events_and_are_not_marked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is launched next on the writer's stream is no longer waited for."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    fence = Fence(torch.device("cpu"))
+    fence._used = {7: "writer", 8: "other"}  # type: ignore[dict-item]
+    fence.settle()
+    assert [e.streams for e in fence._given] == [["writer"], ["other"]]  # type: ignore[attr-defined]
+    assert fence._used == {}
+    fence.settle()
+    assert len(fence._given) == 2
