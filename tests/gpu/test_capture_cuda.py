@@ -520,6 +520,41 @@ def test_several_forwards_in_flight_have_their_own_activations() -> None:
     model.close()
 
 
+def test_closing_one_captured_model_leaves_another_its_gradients() -> None:
+    """Two models captured in turn, the first closed and its memory returned to the device."""
+    nets = [Net(), Net()]
+    want = [copy.deepcopy(net).cuda() for net in nets]
+    models = [wrapped(net) for net in nets]
+    regions = gg.compile(models[0], lowering="eager", replay="cuda")
+    ways = [
+        [(regions, True), (whole_step(models[0], models[0]), False)],
+        [(gg.compile(models[1], lowering="eager", replay="cuda"), True),
+         (whole_step(models[1], models[1]), False)],
+    ]  # fmt: skip
+
+    def step(k: int, seed: int) -> None:
+        for run_it, backward in ways[k]:
+            models[k].zero_grad_buffer()
+            loss = run_it(batch(seed))
+            if backward:
+                loss.backward()
+            models[k].finish_grad_sync()
+            assert_close(grads(models[k]), reference(want[k], [batch(seed)]))
+
+    for seed in range(4):
+        step(0, seed)
+        step(1, seed)
+    models[0].close()
+    ways[0].clear()
+    del regions
+    torch.cuda.empty_cache()
+    fill = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    for seed in range(4, 10):
+        step(1, seed)
+    assert all(bool(f.isnan().all()) for f in fill)
+    models[1].close()
+
+
 def test_a_thousand_replays_are_bitwise_equal_and_take_no_memory() -> None:
     model = wrapped(Net())
     step = whole_step(model, model)
