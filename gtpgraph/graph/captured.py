@@ -94,18 +94,24 @@ def capture_call(
     try:
         graph, outputs = driver.capture(work, lasting=lasting)
     except Exception as error:
-        first: BaseException = error  # ending a capture that failed raises a second time
-        while first.__context__ is not None:
-            first = first.__context__
-        hint = KEPT_LOSS if any(text in str(first) for text in OTHER_STREAM) else ""
-        raise RuntimeError(
-            f"{what}: expected work that a CUDA graph can hold, got {type(first).__name__} at "
-            f"{where_of(first)}: {first}. Host synchronisation (.item(), printing, boolean masks) "
-            "and allocation on other streams cannot be captured: leave the module that does it out "
-            f"of the region (torch.compiler.disable), or compile without replay='cuda'.{hint}"
-        ) from error
+        raise RuntimeError(_refusal(error, what)) from error
     pointers = [a.data_ptr() if isinstance(a, Tensor) else 0 for a in inputs]
     return Captured(graph, inputs, outputs, dynamic, pointers, is_lasting)
+
+
+def _refusal(error: BaseException, what: str) -> str:
+    """Why a capture failed. (Its own function, for the traceback holds `capture_call`'s frame: a
+    local that refers to the error there would keep the failed step's tensors and autograd nodes
+    until the garbage collector runs.)"""
+    while error.__context__ is not None:  # ending a capture that failed raises a second time
+        error = error.__context__
+    hint = KEPT_LOSS if any(text in str(error) for text in OTHER_STREAM) else ""
+    return (
+        f"{what}: expected work that a CUDA graph can hold, got {type(error).__name__} at "
+        f"{where_of(error)}: {error}. Host synchronisation (.item(), printing, boolean masks) "
+        "and allocation on other streams cannot be captured: leave the module that does it out "
+        f"of the region (torch.compiler.disable), or compile without replay='cuda'.{hint}"
+    )
 
 
 def where_of(error: BaseException) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,33 @@ def test_a_kept_loss_is_named_where_cuda_reports_another_stream(said: str) -> No
     model.zero_grad_buffer()
     with pytest.raises(RuntimeError, match=f"{said}.*loss or output of an earlier uncaptured step"):
         r.call(t.batch())
+    model.close()
+
+
+def test_a_failed_capture_keeps_nothing_alive() -> None:
+    """The loss of the broken step would tie the parameters' accumulators to the old stream."""
+    model = t.wrapped(t.Net())
+    losses: list[Any] = []
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x)
+        losses.append(weakref.ref(loss))
+        loss.backward()
+        return loss
+
+    driver = t.HostDriver(model)
+    call = gg.capture(step, model, driver=driver)
+    model.zero_grad_buffer()
+    call(t.batch())
+    model.finish_grad_sync()
+    driver.fail_at = 20
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="the capture breaks at operation 20"):
+            call.prepare(t.batch())
+        assert [ref() for ref in losses] == [None, None]
+    finally:
+        gc.enable()
     model.close()
 
 
