@@ -279,12 +279,20 @@ def plain_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., A
     return compiled  # type: ignore[no-any-return]
 
 
-def inductor_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kw: Any) -> Any:
-    """Inductor's last stage, post-grad passes and code generation, on one partitioned graph."""
+def inductor_inner(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, reuse: bool = True, **kw: Any
+) -> Any:
+    """Inductor's last stage, post-grad passes and code generation, on one partitioned graph.
+
+    `reuse`: whether its code may give a tensor's memory to another without freeing it; the
+    allocator does as well for peak memory, and respects references.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     _register_fallbacks(gm)
-    return compile_fx_inner(gm, list(inputs), **kw)
+    with config.patch({} if reuse else {"allow_buffer_reuse": False, "memory_planning": False}):
+        return compile_fx_inner(gm, list(inputs), **kw)
 
 
 def _register_fallbacks(gm: fx.GraphModule) -> None:

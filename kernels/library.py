@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gtpgraph.kernels.beside import branching
+
 # FRAGMENT, because other modules of the package define operators in the same namespace. Kept in a
 # module global: an operator disappears with its Library object.
 LIBRARY = torch.library.Library("gtpgraph", "FRAGMENT")
@@ -16,9 +18,14 @@ LIBRARY = torch.library.Library("gtpgraph", "FRAGMENT")
 Impl = Callable[..., Any]
 
 
-def define(schema: str, *, cpu: Impl, cuda: Impl, fake: Impl) -> None:
-    """Define ``gtpgraph::<schema>``; ``cuda`` imports its kernel module when it is first called."""
+def define(schema: str, *, cpu: Impl, cuda: Impl, fake: Impl, beside: bool = False) -> None:
+    """Define ``gtpgraph::<schema>``; ``cuda`` imports its kernel module when it is first called.
+
+    `beside`: nothing but its token comes out, so that a capture may launch it on a branch.
+    """
     name = schema.partition("(")[0]
+    if beside:
+        cpu, cuda = branching(cpu), branching(cuda)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")

@@ -2,8 +2,8 @@
 
 Importing this module registers all of them and imports torch alone; a Triton kernel is imported by
 the first call on CUDA tensors. CPU tensors go to ``reference``. Here: reductions into one
-main_grad; ``ops_many``: many tensors in a launch; ``ops_gemm``: the wgrad GEMM; ``ops_symmetric``:
-peers' memory.
+main_grad; ``ops_many``: many tensors in a launch; ``ops_gemm``: the wgrad GEMM; ``ops_scatter``:
+scattered rows; ``ops_symmetric``: peers' memory.
 
 What they share. ``flat`` is a bucket's buffer (1-D contiguous, fp32 or bf16) and ``offset`` counts
 its elements. A first contribution takes ``b = beta[index]``, a later one ``b = 1``; ``b == 0``
@@ -20,6 +20,7 @@ from gtpgraph.kernels import checks, reference, stats
 from gtpgraph.kernels.library import define, fake_token, new_token
 from gtpgraph.kernels.ops_gemm import wgrad_gemm
 from gtpgraph.kernels.ops_many import accumulate_many, pack, unpack
+from gtpgraph.kernels.ops_scatter import scatter_accumulate
 from gtpgraph.kernels.ops_symmetric import symm_all_gather, symm_reduce_scatter
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "accumulate_many",
     "accumulate_stats",
     "pack",
+    "scatter_accumulate",
     "shard_reduce",
     "symm_all_gather",
     "symm_reduce_scatter",
@@ -283,6 +285,7 @@ define(
     cpu=_accumulate_cpu,
     cuda=_accumulate_cuda,
     fake=_fake,
+    beside=True,
 )
 define(
     "accumulate_stats(Tensor(a!) flat, Tensor wgrad, Tensor beta, int index, int offset, "
@@ -290,6 +293,7 @@ define(
     cpu=_accumulate_stats_cpu,
     cuda=_accumulate_stats_cuda,
     fake=_fake,
+    beside=True,
 )
 define(
     "shard_reduce(Tensor(a!) flat, Tensor recv, Tensor beta, int index, int offset, float scale, "
@@ -297,4 +301,5 @@ define(
     cpu=_shard_reduce_cpu,
     cuda=_shard_reduce_cuda,
     fake=_fake,
+    beside=True,
 )

@@ -107,4 +107,5 @@ define(
     cpu=_wgrad_gemm_cpu,
     cuda=_wgrad_gemm_cuda,
     fake=_wgrad_gemm_fake,
+    beside=True,
 )

@@ -258,6 +258,7 @@ define(
     cpu=_many_cpu,
     cuda=_many_cuda,
     fake=_fake,
+    beside=True,
 )
 define(
     "pack(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? after=None) "

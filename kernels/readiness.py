@@ -1,10 +1,13 @@
 """The explicit readiness ops of a captured backward graph.
 
 In: a bucket's flat buffer, the number of a site (or bucket) in the region that is running, and the
-token of the op that must come before. Out: a new token. Neither op computes anything: each calls
-the region that is running on this thread, which knows what the number stands for::
+token of the op that must come before. Out: a new token. No op computes anything: two call the
+region that is running on this thread, which knows what the number stands for::
 
     wgrad -> accumulate(flat, ...) -> token -> grad_ready(flat, site, token) -> token -> ...
+
+A third op, ``hold``, marks how long the operands of accumulates must last that run on a branch of a
+captured graph (``beside``); it has a use for them, and does nothing else outside a capture.
 
 Why ``Tensor(a!) flat`` although nothing is written: a schema that mutates keeps the op through dead
 code elimination, and chains it behind every accumulate of the same bucket. Why a token is returned:
@@ -16,16 +19,19 @@ Why no region number: it would make equal graphs differ, and caches miss, from p
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gtpgraph.kernels.beside import current_branch
+
 _LIB = torch.library.Library("gtpgraph", "FRAGMENT")
 _LIB.define("grad_ready(Tensor(a!) flat, int site, Tensor after) -> Tensor")
 _LIB.define("bucket_reduce(Tensor(a!) flat, int bucket, Tensor after) -> Tensor")
+_LIB.define("hold(Tensor(a!) flat, Tensor[] held, int behind, Tensor after) -> Tensor")
 
 
 class Recorder(Protocol):
@@ -78,6 +84,13 @@ def _bucket_reduce(flat: Tensor, bucket: int, after: Tensor) -> Tensor:
     return token(flat)
 
 
+def _hold(flat: Tensor, held: Sequence[Tensor], behind: int, after: Tensor) -> Tensor:
+    branch = current_branch()
+    if branch is not None:
+        branch.settle(behind)
+    return token(flat)
+
+
 def token(like: Tensor) -> Tensor:
     """An ordering token: uint8, shape [1], on the device of `like`, contents meaningless."""
     return torch.empty(1, dtype=torch.uint8, device=like.device)
@@ -87,7 +100,13 @@ def _fake(flat: Tensor, number: int, after: Tensor) -> Tensor:
     return token(flat)
 
 
+def _hold_fake(flat: Tensor, held: Sequence[Tensor], behind: int, after: Tensor) -> Tensor:
+    return token(flat)
+
+
 _LIB.impl("grad_ready", _grad_ready, "CompositeExplicitAutograd")
 _LIB.impl("bucket_reduce", _bucket_reduce, "CompositeExplicitAutograd")
 torch.library.register_fake("gtpgraph::grad_ready", _fake)
 torch.library.register_fake("gtpgraph::bucket_reduce", _fake)
+_LIB.impl("hold", _hold, "CompositeExplicitAutograd")
+torch.library.register_fake("gtpgraph::hold", _hold_fake)

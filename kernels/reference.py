@@ -124,6 +124,23 @@ def wgrad_gemm(
     combine_(main, value, contribution_factor(beta, index, first), scale)
 
 
+def scatter_accumulate(
+    flat: torch.Tensor,
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    beta: torch.Tensor,
+    index: int,
+    offset: int,
+    scale: float,
+    first: bool,
+    rows: int,
+) -> None:
+    """Oracle of ``gtpgraph::scatter_accumulate``: the dense gradient, summed in fp32 in order."""
+    dense = torch.zeros(rows, values.shape[1], device=values.device)
+    dense.index_add_(0, torch.where(indices < 0, indices + rows, indices), values.float())
+    accumulate(flat, dense, beta, index, offset, scale, first)
+
+
 def symm_reduce_scatter(
     flat: torch.Tensor,
     chunks: list[torch.Tensor],

@@ -3,6 +3,7 @@
 In: a scheduled backward. Out: fewer launches and fewer bytes, the same reports. Matched::
 
     mm(t(dy), x) [-> t -> t] -> accumulate(main)        becomes   wgrad_gemm(main, dy, x)
+    scattered rows -> accumulate(main)              (`fuse_scatter`)
     accumulate(a) ... accumulate(b) ... accumulate(c)   becomes   ... ... accumulate_many(a, b, c)
 
 The GEMM is fused only over a group of one: elsewhere a reduction stands between. Only small weights
@@ -21,10 +22,12 @@ import torch
 from torch import fx
 
 from gtpgraph.passes.edit import PassResult, call, finish
+from gtpgraph.passes.fuse_scatter import match_scatter, scatter_source
 from gtpgraph.passes.grad_ready import (
     ACCUMULATE,
     ACCUMULATE_MANY,
     GRAD_READY,
+    SCATTER_ACCUMULATE,
     SHARD_REDUCE,
     STAGED_ACCUMULATE,
     WGRAD_GEMM,
@@ -178,15 +181,21 @@ def _members(node: fx.Node) -> list[Write]:
         columns = (wgrads, slots, offsets, firsts)
         rows: Any = zip(*columns, strict=True)  # type: ignore[arg-type]
         return [Write(str(w), str(flat), s, o, scale, f) for w, s, o, f in rows]  # type: ignore[arg-type]
-    if node.target not in (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE, WGRAD_GEMM):
+    pairs = (WGRAD_GEMM, SCATTER_ACCUMULATE)  # of operands, where the others have one
+    if node.target not in (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE, *pairs):
         return []
-    skip = 4 if node.target is WGRAD_GEMM else 3
+    skip = 4 if node.target in pairs else 3
     row: Any = node.args[skip : skip + 4]  # slot, offset, scale, first
     return [Write(_source(node), str(node.args[0]), *row)]
 
 
 def _source(node: fx.Node) -> str:
-    """What an accumulate adds, named alike before and after its GEMM is fused."""
+    """What an accumulate adds, named alike before and after its GEMM or scatter is fused."""
+    scatter = match_scatter(node) if node.target is ACCUMULATE else None
+    if scatter is not None:
+        return str(scatter)
+    if node.target is SCATTER_ACCUMULATE:
+        return scatter_source(node)
     gemm = node.args[1:3] if node.target is WGRAD_GEMM else None
     if node.target is ACCUMULATE:
         gemm = match_wgrad_gemm(node)

@@ -32,13 +32,15 @@ ACCUMULATE = torch.ops.gtpgraph.accumulate.default
 SHARD_REDUCE = torch.ops.gtpgraph.shard_reduce.default
 # The same with the whole reduction in it, through a buffer that peers read.
 STAGED_ACCUMULATE = torch.ops.gtpgraph.staged_accumulate.default
-# Fused forms: the GEMM that makes the wgrad, and many small weights of a bucket in one launch.
+# Fused forms: the GEMM or the scatter that makes the wgrad, and many small weights of a bucket.
 WGRAD_GEMM = torch.ops.gtpgraph.wgrad_gemm.default
 ACCUMULATE_MANY = torch.ops.gtpgraph.accumulate_many.default
-FUSED = (WGRAD_GEMM, ACCUMULATE_MANY)
+SCATTER_ACCUMULATE = torch.ops.gtpgraph.scatter_accumulate.default
+FUSED = (WGRAD_GEMM, ACCUMULATE_MANY, SCATTER_ACCUMULATE)
 ACCUMULATES = (ACCUMULATE, SHARD_REDUCE, STAGED_ACCUMULATE)
 GRAD_READY = torch.ops.gtpgraph.grad_ready.default
 BUCKET_REDUCE = torch.ops.gtpgraph.bucket_reduce.default
+HOLD = torch.ops.gtpgraph.hold.default
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ graph and the sites in order of execution. The regather pass runs earlier, on th
     joint:     find uses, regather
     backward:  find sites -> chains -> coalesce (an option) -> grad_ready -> lower collectives
                (symmetric: lower symmetric before it) -> late waits -> tokens
-    verified, then:  fuse wgrad GEMMs -> fuse small accumulates -> tokens
+    verified, then:  fuse wgrad GEMMs -> fuse scatters -> fuse small accumulates -> tokens
+               (Inductor: hold operands)
     forward:   lower collectives (symmetric: lower symmetric before it)
 """
 
@@ -30,7 +31,9 @@ from gtpgraph.passes.fuse import (
     fuse_small_pass,
     fuse_wgrad_gemm_pass,
 )
+from gtpgraph.passes.fuse_scatter import fuse_scatter_pass
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place, grad_ready_pass
+from gtpgraph.passes.hold_operands import hold_operands_pass
 from gtpgraph.passes.late_waits import late_waits_pass
 from gtpgraph.passes.lower_collectives import lower_collectives_pass
 from gtpgraph.passes.lower_symmetric import lower_symmetric_pass
@@ -128,6 +131,7 @@ def fuse_backward(gm: fx.GraphModule, fake_mode: Any, region: str) -> None:
     unthread_tokens(gm.graph)
     for name, result in (
         ("fuse_wgrad_gemm", fuse_wgrad_gemm_pass(gm, fake_mode=fake_mode)),
+        ("fuse_scatter", fuse_scatter_pass(gm, fake_mode=fake_mode)),
         ("fuse_small", fuse_small_pass(gm, fake_mode=fake_mode)),
         ("thread_tokens", thread_tokens_pass(gm)),
     ):
@@ -138,6 +142,11 @@ def fuse_backward(gm: fx.GraphModule, fake_mode: Any, region: str) -> None:
             f"region {region}: fusing changed the graph's contributions: {'; '.join(wrong)}. "
             "Compile with fuse=False and report the graph."
         )
+
+
+def hold_operands(gm: fx.GraphModule, window: int, fake_mode: Any) -> None:
+    """Let operands of accumulates last, in place: see `hold_operands_pass`."""
+    _log("hold_operands", hold_operands_pass(gm, window=window, fake_mode=fake_mode))
 
 
 def _log(name: str, result: PassResult) -> None:

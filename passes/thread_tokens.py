@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from gtpgraph.passes.edit import PassResult, finish
-from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, FUSED, GRAD_READY
+from gtpgraph.passes.grad_ready import ACCUMULATES, BUCKET_REDUCE, FUSED, GRAD_READY, HOLD
 
 
 def unthread_tokens(graph: fx.Graph) -> None:
@@ -29,6 +29,6 @@ def thread_tokens_pass(gm: fx.GraphModule) -> PassResult:
             if previous is not None and node.kwargs.get("after") is not previous:
                 node.kwargs = {**node.kwargs, "after": previous}
                 links += 1
-        if node.target in (*ACCUMULATES, *FUSED, GRAD_READY, BUCKET_REDUCE):
+        if node.target in (*ACCUMULATES, *FUSED, GRAD_READY, BUCKET_REDUCE, HOLD):
             previous = node
     return finish(gm, {"tokens": links})

@@ -106,6 +106,7 @@ def compile(
     dispatch: str = "event",
     max_captures: int = 8,
     max_in_flight: int = 4,
+    wgrads_in_flight: int = 2,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     driver: Driver | None = None,
@@ -136,6 +137,9 @@ def compile(
         max_captures: input shapes captured per region; others run uncaptured, which is said once.
         max_in_flight: captured forwards of a region, per shape, whose backward has not run; others
             run uncaptured. Each keeps its activations in memory of its own.
+        wgrads_in_flight: of a captured graph: how many accumulates (and the wgrad GEMMs fused with
+            them) may run beside the chain of activation gradients before that waits for the oldest;
+            they keep their operands so long, captured or not. 0: all in the chain.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
         driver: the graph runtime for replay; None for CUDA.
@@ -155,6 +159,7 @@ def compile(
         "dispatch": dispatch,
         "max_captures": max_captures,
         "max_in_flight": max_in_flight,
+        "wgrads_in_flight": wgrads_in_flight,
     }
     return CompiledModel(model, options, fullgraph=fullgraph, dynamic=dynamic, driver=driver)
 

@@ -43,6 +43,7 @@ from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
 from gtpgraph.passes.pipeline import (
     BackwardRequest,
     fuse_backward,
+    hold_operands,
     rewrite_backward,
     rewrite_forward,
 )
@@ -62,13 +63,16 @@ class CompileOptions:
     dispatch: str = "event"
     max_captures: int = 8
     max_in_flight: int = 4
+    wgrads_in_flight: int = 2
     coalesce: bool = False
     fuse: bool | None = None
     collectives: str = "functional"
 
     @property
     def replay_options(self) -> ReplayOptions:
-        return ReplayOptions(self.dispatch, self.max_captures, self.max_in_flight)
+        return ReplayOptions(
+            self.dispatch, self.max_captures, self.max_in_flight, self.wgrads_in_flight
+        )
 
     def check(self) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -165,6 +169,11 @@ class RegionBuilder:
             self._staging = wrapper.region_staging()
         check_patterns(options.ungraphed, [f for s in wrapper.states for f in s.fqns])
 
+    @property
+    def holds_operands(self) -> bool:
+        """Whether the backward is lowered so that operands of accumulates last (Inductor)."""
+        return self.options.lowering == "inductor" and self.options.wgrads_in_flight > 0
+
     # -- callbacks of a lowering ----------------------------------------------------------------
 
     def on_joint(self, joint: fx.Graph) -> None:
@@ -252,6 +261,8 @@ class RegionBuilder:
         if self.options.fuses(wrapper.buckets[0].flat.device):
             fuse_backward(gm, fake_mode, name)
             plan = region_plan(name, gm.graph, inserted, wrapper.states)
+        if self.holds_operands:
+            hold_operands(gm, self.options.wgrads_in_flight, fake_mode)
         by_fqn = {s.fqn: s for s in wrapper.states}
         calls = declare_calls(plan, by_fqn, dict(self._owed))
         sites = [
@@ -262,6 +273,7 @@ class RegionBuilder:
         region = Region(
             wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
             self._real_staging(inserted.staging), self.owner, self.options.lowering,
+            lasts=self.holds_operands or self.options.lowering == "eager",  # FX keeps what is read
         )  # fmt: skip
         if self.driver is not None:
             region.replay = RegionReplay(

@@ -159,14 +159,15 @@ class CapturedStep:
         for number in wrapper.foreign_buckets:  # their silent weights are in no report
             del last[number]
         record = Recording(
-            wrapper, self._driver, last, in_graph=frozenset(last if reducing else ())
-        )
+            wrapper, self._driver, last, in_graph=frozenset(last if reducing else ()),
+            wgrads_in_flight=self.options.wgrads_in_flight,
+        )  # fmt: skip
         record.betas = {b.number: b.zeros.clone() for b in wrapper.buckets}
         step = self._step
         with wrapper.recording_into(record):
             captured = capture_call(
                 self._driver, lambda *a: _as_list(step(*a)), list(batch), set(), "captured step",
-                lasting=False, seal=record.seal,
+                lasting=False, scope=lambda: record.capturing(beside_all=False),
             )  # fmt: skip
         try:
             made = [(r.weight, r.use) for r in known.reports]
@@ -246,6 +247,7 @@ def capture(
     *,
     dispatch: str = "event",
     max_captures: int = 8,
+    wgrads_in_flight: int = 2,
     driver: Driver | None = None,
 ) -> CapturedStep:
     """Capture `step(*batch)`, which runs a wrapped model forward and backward, as one CUDA graph.
@@ -260,6 +262,9 @@ def capture(
             without it serves no_sync()). "event" is the default: it is as early as "in_graph" and
             works with every process group, captured or not.
         max_captures: input shapes that are captured; others run as they are, which is said once.
+        wgrads_in_flight: how many accumulates (and the wgrad GEMMs fused with them) may run beside
+            the main line of the graph before it waits for the oldest; each keeps its operands so
+            long. 0: all in the main line. A model compiled with `wgrads_in_flight=0` keeps to that.
         driver: the graph runtime; None for CUDA.
 
     Raises:
@@ -268,7 +273,7 @@ def capture(
     from gtpgraph.graph.backend import wrapper_of
 
     wrapper = wrapper_of(model)
-    options = ReplayOptions(dispatch, max_captures)
+    options = ReplayOptions(dispatch, max_captures, wgrads_in_flight=wgrads_in_flight)
     options.check("gtpgraph.capture")
     return CapturedStep(step, wrapper, options, driver or cuda_driver(wrapper, "gtpgraph.capture"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +69,12 @@ def capture_call(
     what: str,
     *,
     lasting: bool,
-    seal: Callable[[], None] | None = None,
+    scope: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Captured:
     """Capture ``compiled(args)``; arguments outside `static` (addresses) get buffers of their own.
 
-    `lasting`: whether its results outlive replays of other graphs (see `Driver.capture`); `seal`
-    runs at the end of the capture, inside it.
+    `lasting`: whether its results outlive replays of other graphs (see `Driver.capture`); `scope`
+    is entered around the call, inside the capture.
 
     Raises:
         RuntimeError: the work cannot be captured; names the node and line where known.
@@ -84,9 +85,8 @@ def capture_call(
     inputs = [a.detach().clone() if i in dynamic else a for i, a in enumerate(args)]
 
     def work() -> list[Any]:
-        results = list(run_traced(compiled, list(inputs)))
-        if seal is not None:
-            seal()
+        with scope():
+            results = list(run_traced(compiled, list(inputs)))
         # without their autograd history, whose accumulators would stay tied to the capture's stream
         return [r.detach() if isinstance(r, Tensor) and r.requires_grad else r for r in results]
 

@@ -48,7 +48,8 @@ def lower_inductor(gm: fx.GraphModule, inputs: Sequence[Any], builder: RegionBui
         if kw.get("is_backward"):
             region, extra = builder.on_backward(graph, fakes)
             compat.mark_visible_outputs(output_node(graph.graph))
-            compiled = compat.inductor_inner(graph, [*fakes, *extra], **kw)
+            lasts = builder.holds_operands
+            compiled = compat.inductor_inner(graph, [*fakes, *extra], reuse=not lasts, **kw)
             return region.wrap_backward(compiled)
         builder.on_forward(graph, fakes)
         extended = [*fakes, *builder.forward_fakes]

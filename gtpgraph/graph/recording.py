@@ -8,7 +8,8 @@ inferred from the order of layers, and nothing is de-duplicated on the way: `[a,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gtpgraph.graph.driver import Driver
+from gtpgraph.kernels.beside import Branch, beside
 from gtpgraph.parallel.buckets import Bucket, Member, add_contribution
 from gtpgraph.parallel.ready import RegionCalls, ReplayCounts, Report
 from gtpgraph.parallel.reduction import NoReduction
@@ -44,6 +46,7 @@ class Recording:
     graph, known from the plan or from a step that ran before); `betas` are static float32
     [members] buffers that captured accumulates read. Buckets in `in_graph` get all their reports
     from this graph: they are reduced inside it, on a branch behind the last accumulate (`reduced`).
+    Accumulates run on `branch`, at most `wgrads_in_flight` of them beside the main line.
     """
 
     wrapper: DistributedDataParallel
@@ -54,6 +57,8 @@ class Recording:
     betas: dict[int, Tensor] = field(default_factory=dict)
     calls: list[RegionCalls] = field(default_factory=list)
     in_graph: frozenset[int] = frozenset()
+    wgrads_in_flight: int = 0
+    branch: Branch | None = None
     reduced: set[int] = field(default_factory=set)
     _seen: dict[int, set[int]] = field(default_factory=dict)
     _counts: Counter[int] = field(default_factory=Counter)
@@ -81,14 +86,35 @@ class Recording:
             self._mark(bucket)
 
     def _mark(self, bucket: Bucket) -> None:
-        """An event behind what was captured so far, if a reduction will wait for it: an event node
-        costs some 12 us of GPU time (16 of them 0.19 ms on an H200)."""
+        """An event behind what was captured so far, if a reduction will wait for it."""
         if not isinstance(bucket.reduction, NoReduction):
             self.events[bucket.number] = self.driver.mark()
 
-    def seal(self) -> None:
-        """End of the capture: branches with reductions join the graph, and a bucket of which it was
-        not known when it is complete is so here."""
+    @contextmanager
+    def capturing(self, *, beside_all: bool) -> Iterator[None]:
+        """Around what is captured: accumulates may branch off (`beside_all`: every one inside, else
+        those that say so), and all branches join the main line at the end."""
+        # exchanges through staging buffers write main_grads too, in the main line
+        if self.wgrads_in_flight and not self.wrapper.staging_buffers():
+            self.branch = self.driver.branch(self.wgrads_in_flight)
+        with beside(self.branch if beside_all else None):
+            yield
+        self._seal()
+
+    @contextmanager
+    def region(self, *, lasts: bool) -> Iterator[None]:
+        """Around a region's graph within a captured step. `lasts`: its operands do, so that its
+        accumulates may branch off; in the main line they go behind those that did."""
+        if self.branch is not None and not lasts:
+            self.branch.settle(0)
+        with beside(self.branch if lasts else None):
+            yield
+
+    def _seal(self) -> None:
+        """End of the capture: branches join the graph, and a bucket of which it was not known when
+        it is complete is so here."""
+        if self.branch is not None:
+            self.branch.settle(0)
         self.driver.join()
         for number in self._seen.keys() - self.events.keys() - self.reduced:
             self._mark(self.wrapper.buckets[number])
@@ -111,7 +137,8 @@ class Recording:
         seen = self._seen.setdefault(bucket.number, set())
         beta = self._static_beta(bucket)
         first = member.slot not in seen
-        add_contribution(bucket.flat, wgrad, beta, member, scale, first)
+        with beside(self.branch):
+            add_contribution(bucket.flat, wgrad, beta, member, scale, first)
         seen.add(member.slot)
 
     def _static_beta(self, bucket: Bucket) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,8 @@ class Region:
     `sites` are GRAPHED, by site number; `leaving` are the UNGRAPHED contributions, in the order of
     the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders;
     `staging` are the buffers of the placeholders behind those; `removed` are output positions that
-    the graph no longer has.
+    the graph no longer has; `lasts` says whether operands of accumulates last long enough to run
+    those beside the main line of a captured graph.
     """
 
     wrapper: DistributedDataParallel
@@ -67,6 +69,7 @@ class Region:
     lowering: str = "eager"
     texts: dict[str, str] = field(default_factory=dict)
     replay: RegionReplay | None = None
+    lasts: bool = False
 
     @property
     def name(self) -> str:
@@ -127,7 +130,8 @@ class Region:
         args.extend(record.beta(b) if record is not None else b.beta() for b in owned)
         args.extend(self.staging)
         run = _Run(self)
-        with recording(run):
+        branching = nullcontext() if record is None else record.region(lasts=self.lasts)
+        with recording(run), branching:
             outputs = list(compat.call_boxed(compiled, args))
         run.check()
         return outputs

@@ -36,11 +36,13 @@ ShapeKey = tuple[object, ...]
 @dataclass(frozen=True)
 class ReplayOptions:
     """`dispatch`: when reports are made; `max_captures`: shapes captured per region;
-    `max_in_flight`: forwards whose backwards have not run."""
+    `max_in_flight`: forwards whose backwards have not run; `wgrads_in_flight`: accumulates beside
+    the main line of a graph."""
 
     dispatch: str = "event"
     max_captures: int = 8
     max_in_flight: int = 4
+    wgrads_in_flight: int = 2
 
     def check(self, function: str) -> None:
         """Raise one ValueError that lists every option out of range."""
@@ -49,6 +51,8 @@ class ReplayOptions:
             bad.append(f"dispatch: expected one of {DISPATCH}, got {self.dispatch!r}")
         if self.max_captures < 1 or self.max_in_flight < 1:
             bad.append("max_captures and max_in_flight: expected 1 or more")
+        if self.wgrads_in_flight < 0:
+            bad.append(f"wgrads_in_flight: expected 0 or more, got {self.wgrads_in_flight}")
         if bad:
             raise ValueError(f"{function}: " + "; ".join(bad) + ".")
 
@@ -199,7 +203,10 @@ class RegionReplay:
         # a bucket may be reduced inside only if no one else reported into it in the last step
         alone = {b for b, n in last.items() if region.wrapper.bucket_reports[b] == n}
         whole = frozenset(alone if reducing else ())
-        record = Recording(region.wrapper, self.driver, last, in_graph=whole)
+        flying = self.options.wgrads_in_flight if region.lasts else 0
+        record = Recording(
+            region.wrapper, self.driver, last, in_graph=whole, wgrads_in_flight=flying
+        )
         record.betas = {b.number: b.zeros.clone() for b in owned}
         extra = [b.flat for b in owned] + [record.betas[b.number] for b in owned]
         extra += region.staging
@@ -211,7 +218,7 @@ class RegionReplay:
         with recording(_Recorder(region, record)):
             captured = capture_call(
                 self.driver, compiled, args + extra, static, f"{region.name} backward",
-                lasting=False, seal=record.seal,
+                lasting=False, scope=lambda: record.capturing(beside_all=True),
             )  # fmt: skip
         plan = [(o.weight, o.use) for o in region.plan.occurrences]
         record.check(plan, f"region {region.name}")

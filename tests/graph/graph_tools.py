@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
+from gtpgraph.compat import tree_map_only
 from gtpgraph.graph import builder
 from gtpgraph.graph.backend import CompiledModel, compile
 from gtpgraph.graph.checked import Checked
@@ -167,7 +168,7 @@ class Backward:
 
     def call(self, target: Any, *args: Any, **meta: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        real = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in args)
+        real = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
         with self.mode:
             node.meta["val"] = target(*real)
         node.meta.update(meta)

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gtpgraph.graph.recording import Recording
 from gtpgraph.kernels import readiness
+from gtpgraph.kernels.beside import beside
 from gtpgraph.kernels.readiness import recording
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 
@@ -73,6 +74,7 @@ class _InGraph:
         number = bucket.number
         self._counts[number] += 1
         if number in self._record.reduced and self._counts[number] == self._record.last[number]:
+            self._record.driver.wait_for_branch()  # type: ignore[attr-defined]
             bucket.reduction.start(bucket.flat)
             bucket.reduction.finish(bucket.flat)
 
@@ -99,6 +101,27 @@ class _StepReplay(Recording):
     def record(self, state: Any, use: int, region: str | None, *, declared: bool = True) -> None:
         self._seen.setdefault(state.bucket.number, set()).add(state.member.slot)
         self.inside.passed(state.bucket)
+
+
+class HostBranch:
+    """A branch that runs as late as a GPU may run it: only when something waits for it."""
+
+    def __init__(self, driver: HostDriver, limit: int) -> None:
+        self._driver, self._limit = driver, limit
+        self._pending: list[tuple[Callable[..., Tensor], Any]] = []
+
+    def run(self, launch: Callable[..., Tensor], args: Any) -> Tensor:
+        self._driver.branched += self._driver.where == "capture"
+        self._pending.append((launch, args))
+        self.settle(self._limit)
+        token: Tensor = args[0].new_zeros(1, dtype=torch.uint8)
+        return token
+
+    def settle(self, behind: int) -> None:
+        while len(self._pending) > behind:
+            launch, args = self._pending.pop(0)
+            with beside(None), torch.no_grad(), _disable_current_modes():
+                launch(*args)
 
 
 class HostGraph:
@@ -131,8 +154,12 @@ class HostGraph:
             silent = _StepReplay(wrapper, self._driver, self.record.last)
             silent.betas = self.record.betas
             silent.inside = _InGraph(self.record)
+            if self.record.branch is not None:
+                silent.branch = self._driver.branch(self.record.wgrads_in_flight)
             with wrapper.recording_into(silent):
-                return list(self._work())
+                results = list(self._work())
+            self._driver.join()
+            return results
         if self.region is not None:
             with recording(_RegionReplay(self.region, self.region_record)):
                 return list(self._work())
@@ -143,7 +170,8 @@ class HostGraph:
 
 
 class HostDriver:
-    """Keeps what a capture must not touch (main_grads, module buffers, RNG state) as it was.
+    """Keeps what a capture must not touch as it was: main_grads, module buffers, saved activations,
+    RNG state.
 
     `where` is "capture", "replay" or None; `marks` are the events made inside captures; `fail_at`
     breaks the next capture at that operation.
@@ -155,6 +183,8 @@ class HostDriver:
         self.where: str | None = None
         self.marks: list[str] = []
         self.forks = self.joins = self.nows = 0
+        self.branched = 0  # accumulates that a capture sent to a branch
+        self._branches: list[HostBranch] = []
         self.fail_at: int | None = None
         self.num_operations = 0  # of the last capture
 
@@ -169,6 +199,8 @@ class HostDriver:
     def capture(self, work: Callable[[], Any], *, lasting: bool) -> tuple[HostGraph, Any]:
         graph = HostGraph(self, work, lasting)
         kept = [b.flat for b in self.wrapper.buckets] + list(self.wrapper.buffers())
+        # a backward may write over what its forward saved for it
+        kept += [o for g in self.graphs if g.lasting for o in g.outputs if isinstance(o, Tensor)]
         saved = [t.detach().clone() for t in kept]
         mode, self.fail_at = _Capturing(self.fail_at), None
         try:
@@ -201,8 +233,18 @@ class HostDriver:
                     if output.untyped_storage().data_ptr() not in kept:
                         output.fill_(float("nan"))
 
+    def branch(self, limit: int) -> HostBranch:
+        assert self.where is not None
+        self._branches.append(HostBranch(self, limit))
+        return self._branches[-1]
+
+    def wait_for_branch(self) -> None:
+        for branch in self._branches:
+            branch.settle(0)
+
     def mark(self) -> str:
         assert self.where == "capture", "an event of a graph is recorded while it is captured"
+        self.wait_for_branch()
         self.marks.append(f"mark {len(self.marks)}")
         return self.marks[-1]
 
@@ -213,8 +255,11 @@ class HostDriver:
 
     def fork(self) -> contextlib.AbstractContextManager[None]:
         assert self.where == "capture"
+        self.wait_for_branch()
         self.forks += 1
         return contextlib.nullcontext()
 
     def join(self) -> None:
+        self.wait_for_branch()
+        self._branches.clear()
         self.joins += self.where == "capture"  # a replay re-runs the code that was captured

@@ -132,7 +132,8 @@ def test_an_event_stands_behind_the_last_occurrence_and_at_the_end_where_none_is
     assert b.record.events == {}
     b.put("b.weight")
     assert b.record.events == {number["b.weight"]: "mark 0"}
-    b.record.seal()
+    with b.record.capturing(beside_all=False):
+        pass
     assert b.record.events == {number["b.weight"]: "mark 0", number["a.weight"]: "mark 1"}
     assert b.driver.joins == 1
 

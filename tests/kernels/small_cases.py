@@ -64,6 +64,15 @@ def gemm(beta: torch.Tensor) -> None:
             expect(f"wgrad_gemm {name} {tokens}x{columns}x{rows}", flat, expected)
 
 
+def scatter(beta: torch.Tensor) -> None:
+    values = torch.randn(41, 37, device=DEVICE).bfloat16()
+    indices = torch.randint(9, (41,), device=DEVICE)
+    flat = torch.full((9 * 37,), float("nan"), device=DEVICE)
+    ops.scatter_accumulate(flat, values, indices, beta, 0, 0, 1.0, True, 9)
+    dense = torch.zeros(9, 37, device=DEVICE).index_add_(0, indices, values.float())
+    expect("scatter_accumulate", flat, dense.flatten())
+
+
 def symmetric(beta: torch.Tensor) -> None:
     numel = 1100
     buffers = [torch.randn(3 * numel, device=DEVICE).bfloat16() for _ in range(3)]
@@ -80,7 +89,7 @@ def symmetric(beta: torch.Tensor) -> None:
 def main() -> None:
     torch.manual_seed(0)
     beta = torch.zeros(1, device=DEVICE)
-    for part in (reductions, lists, gemm, symmetric):
+    for part in (reductions, lists, gemm, scatter, symmetric):
         part(beta)
     torch.cuda.synchronize()
     print("all right", flush=True)

@@ -27,9 +27,11 @@ def test_one_graph_serves_first_and_later_microbatches() -> None:
     wgrad = torch.randn(300, 40, device="cuda").bfloat16()
     small = [torch.randn(37, device="cuda").bfloat16(), torch.randn(64, device="cuda").bfloat16()]
     dy, x = (torch.randn(64, n, device="cuda").bfloat16() for n in (32, 48))
+    rows, at = torch.randn(90, 8, device="cuda"), torch.randint(50, (90,), device="cuda")
     flat, beta = torch.empty(20000, device="cuda"), torch.zeros(4, device="cuda")
 
     def step() -> None:
+        ops.scatter_accumulate(flat, rows, at, beta, 3, 14000, 0.5, True, 50)
         token = ops.accumulate(flat, wgrad, beta, 0, 0, 0.5, True)
         token = ops.accumulate(flat, wgrad.t(), beta, 0, 0, 0.5, False, token)
         ops.accumulate_many(flat, small, beta, [1, 2], [12000, 12040], 0.5, [True, True])
@@ -49,7 +51,10 @@ def test_one_graph_serves_first_and_later_microbatches() -> None:
         assert torch.equal(flat[12040:12104], small[1].float() * 0.5 * times)
         product = (dy.double().t() @ x.double()).flatten() * 0.5 * times
         torch.testing.assert_close(flat[12104:13640].double(), product, rtol=1e-5, atol=1e-4)
-        assert flat[12037:12040].isnan().all() and flat[13640:].isnan().all()
+        dense = torch.zeros(50, 8, device="cuda").index_put_((at,), rows, accumulate=True)
+        torch.testing.assert_close(flat[14000:14400].view(50, 8), dense * 0.5 * times)
+        for gap in (flat[12037:12040], flat[13640:14000], flat[14400:]):
+            assert gap.isnan().all()
     del before
 
 

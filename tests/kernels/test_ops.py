@@ -30,6 +30,7 @@ def cases(device: torch.device) -> dict[str, Case]:
     table = torch.zeros(1, 2, device=device)
     outs = [torch.zeros(3, device=device), torch.zeros(2, 2, device=device)]
     many = [wgrad, wgrad[:2].clone()]
+    rows, at = torch.randn(5, 8, device=device), torch.tensor([3, 0, 3, -1, 1], device=device)
     op = torch.ops.gtpgraph
     return {
         "accumulate": (op.accumulate.default, (flat, wgrad, beta, 2, 8, 0.5, True)),
@@ -49,6 +50,10 @@ def cases(device: torch.device) -> dict[str, Case]:
         ),
         "pack": (op.pack.default, (flat, many, [3, 40], 0.5)),
         "unpack": (op.unpack.default, (outs, flat, [5, 20], 2.0)),
+        "scatter_accumulate": (
+            op.scatter_accumulate.default,
+            (flat, rows, at, beta, 2, 8, 0.5, True, 4),
+        ),
         "wgrad_gemm": (op.wgrad_gemm.default, (flat, dy, x, beta, 2, 8, 0.5, True)),
         "wgrad_gemm_add": (op.wgrad_gemm.default, (flat, dy, x, beta, 2, 8, 0.5, False)),
     }
@@ -60,7 +65,7 @@ NAMES = sorted(cases(torch.device("cpu")))
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(place: torch.device, name: str) -> None:
     op, args = cases(place)[name]
-    if place.type == "cuda" and name.startswith("wgrad_gemm"):
+    if place.type == "cuda" and name.startswith(("wgrad_gemm", "scatter")):
         # Its token is not filled, so comparing outputs would compare uninitialised bytes.
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     else:
@@ -161,6 +166,11 @@ def test_all_blockers_in_one_message(place: torch.device) -> None:
         ("shard_reduce_stats", 7, 33, "valid: expected 0 <= valid <= 32"),
         ("pack", 2, [40, 3], "expected ascending"),
         ("unpack", 2, [63, 63], "outside the buffer"),
+        ("scatter_accumulate", 1, torch.zeros(40), r"values: expected contiguous \[N, C\]"),
+        ("scatter_accumulate", 2, torch.zeros(5), "indices: expected int64 or int32"),
+        ("scatter_accumulate", 2, torch.zeros(4, dtype=torch.int64), r"\[N\] with N = 5"),
+        ("scatter_accumulate", 8, 9, "outside the buffer"),
+        ("scatter_accumulate", 8, -1, "rows: expected 0 or more, got -1"),
         ("wgrad_gemm", 2, torch.zeros(15, 8).bfloat16(), "flatten the leading"),
         ("wgrad_gemm", 2, torch.zeros(16, 8), "expected dy's dtype"),
         ("wgrad_gemm", 1, torch.zeros(4, 16).bfloat16().t(), "pass dy.contiguous"),
@@ -178,6 +188,16 @@ def test_errors(place: torch.device, name: str, position: int, value: Any, match
     )
     with pytest.raises(ValueError, match=match):
         op(*values)
+
+
+@pytest.mark.parametrize("outside", [4, -5])
+def test_an_index_outside_is_an_error_on_the_cpu(outside: int) -> None:
+    op, args = cases(torch.device("cpu"))["scatter_accumulate"]
+    args[2][1] = outside
+    before = args[0].clone()
+    with pytest.raises(IndexError, match=rf"expected -4 <= index < 4, got \[{outside}\]"):
+        op(*args)
+    assert torch.equal(args[0], before)
 
 
 @pytest.mark.parametrize("name", ["accumulate_many", "pack", "unpack"])
