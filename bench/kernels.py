@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench import gemm
+from bench import gemm, scatter
 from bench.harness import Case, Thunk, limits
 from bench.inputs import SCALE, beta, gate, randn
 from gtpgraph.kernels import ops, stats
@@ -210,6 +210,7 @@ def cases(configs: bool) -> list[Callable[[], Case]]:
         packing,
         shard_reduce,
         lambda: shard_reduce(64, 1 << 22),
+        scatter.scatter_accumulate,
     ]
     gemms: list[Callable[[], Case]] = [
         lambda shape=shape: gemm.wgrad_gemm(*shape, configs=configs) for shape in gemm.SHAPES

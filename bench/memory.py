@@ -120,4 +120,8 @@ def gradient_kernels(run: harness.Run) -> list[dict]:  # type: ignore[type-arg]
     return rows
 
 
-OUR_KERNELS = ("accumulate", "many", "wgrad", "shard_reduce", "prepare", "_add")
+# What reads or writes gradients of weights: ours, cuBLAS adding in place, and an embedding's own.
+OUR_KERNELS = (
+    "accumulate", "many_kernel", "wgrad_gemm", "shard_reduce", "prepare_kernel", "scatter_kernel",
+    "Sort", "badd", "embedding_dense_backward",
+)  # fmt: skip

@@ -41,8 +41,10 @@ KERNELS: tuple[tuple[str, str, float | None, tuple[str, ...], float | None], ...
     ("accumulate", "ours:first", None, (), None),
     ("accumulate_strided", "ours", 0.90, ("add_",), None),
     ("accumulate_many", "ours", 1 / 1.15, ("foreach",), 15),
+    ("accumulate_many", "ours", None, ("foreach:eager",), 15),  # as it is called: 200 launches
     ("shard_reduce", "ours", 0.97, ("torch", "inductor"), 1.55),
     ("shard_reduce:64", "ours", None, ("torch", "inductor"), None),
+    ("scatter_accumulate", "ours", None, ("torch", "inductor", "index_add_"), None),
     ("pack", "ours", None, ("foreach",), None),
     ("pack", "ours:unpack", None, ("foreach",), None),
 )

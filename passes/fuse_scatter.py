@@ -14,12 +14,15 @@ tokens. It is fused where there are no more rows to scatter than rows to scatter
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from gtpgraph import compat
 from gtpgraph.passes.edit import PassResult, call, finish
 from gtpgraph.passes.grad_ready import ACCUMULATE, SCATTER_ACCUMULATE
 
@@ -30,13 +33,12 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Scatter:
-    """``main[indices] += values`` for rows under `mask` (None: all): values [*shape, *row], indices
-    and mask broadcast to `shape`."""
+    """``main[indices] += values`` for the rows under `mask` (None: all): values [*shape, *dims], of
+    `row` elements in dims, indices [*shape], mask [*shape, 1, ...]."""
 
     values: fx.Node
     indices: fx.Node
     mask: fx.Node | None
-    num: int
     row: int
 
     def __str__(self) -> str:
@@ -56,18 +58,22 @@ def match_scatter(accumulate: fx.Node) -> Scatter | None:
         return None
     zeros, mask, indices, values = found
     index, value, dense = (n.meta["val"] for n in (indices, values, zeros))
-    shape, row = tuple(index.shape), tuple(dense.shape[1:])
-    sizes = (*shape, *row, dense.shape[0])
-    if not all(isinstance(size, int) for size in sizes) or not _is_zero(zeros):
+    if not _is_zero(zeros) or not all(isinstance(size, int) for size in dense.shape):
         return None
     fits = (
-        tuple(value.shape) == (*shape, *row)
+        _same(value.shape, (*index.shape, *dense.shape[1:]))
         and value.dtype in _FLOATS
         and index.dtype in (torch.int64, torch.int32)
         and (mask is None or mask.meta["val"].dtype == torch.bool)
-        and math.prod(shape) <= dense.shape[0]
+        and math.prod(map(compat.size_hint, index.shape)) <= dense.shape[0]
     )
-    return Scatter(values, indices, mask, math.prod(shape), math.prod(row)) if fits else None
+    return Scatter(values, indices, mask, math.prod(dense.shape[1:])) if fits else None
+
+
+def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Equal without a guard: symbolic sizes may occur in both."""
+    pairs = zip(shape, other, strict=False)
+    return len(shape) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node, fx.Node] | None:
@@ -122,8 +128,8 @@ def _flattened(graph: fx.Graph, fake_mode: Any, found: Scatter) -> tuple[fx.Node
         zero = call(graph, fake_mode, _aten.full.default, [], 0.0, dtype=like.dtype,
                     device=like.device)  # fmt: skip
         values = call(graph, fake_mode, _aten.where.self, found.mask, values, zero)
-    shaped = call(graph, fake_mode, _aten.reshape.default, values, [found.num, found.row])
-    return shaped, call(graph, fake_mode, _aten.reshape.default, indices, [found.num])
+    shaped = call(graph, fake_mode, _aten.reshape.default, values, [-1, found.row])
+    return shaped, call(graph, fake_mode, _aten.reshape.default, indices, [-1])
 
 
 def scatter_source(node: fx.Node) -> str:

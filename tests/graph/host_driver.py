@@ -212,7 +212,7 @@ class HostDriver:
             self.num_operations = mode.count
             with torch.no_grad():
                 for tensor, value in zip(kept, saved, strict=True):
-                    tensor.copy_(value)
+                    tensor.data.copy_(value)  # autograd need not hear of it
         self.graphs.append(graph)
         return graph, graph.outputs
 

@@ -179,7 +179,9 @@ class Lookups(nn.Module):
         return F.cross_entropy(F.linear(h.tanh(), self.words.weight).flatten(0, 1), at.flatten())
 
 
-def test_compiled_lookups_agree_with_fp64() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_lookups_agree_with_fp64(dynamic: bool) -> None:
+    torch._dynamo.reset()
     torch.manual_seed(0)
     net = Lookups()
     at = torch.randint(64, (2, 9))
@@ -187,7 +189,7 @@ def test_compiled_lookups_agree_with_fp64() -> None:
     plain = copy.deepcopy(net).double()
     plain(at).backward()
     model = gg.DistributedDataParallel(gg.shard(net))
-    step = gg.compile(model, lowering="inductor", fuse=True)
+    step = gg.compile(model, lowering="inductor", fuse=True, dynamic=dynamic)
     for _ in range(2):
         model.zero_grad_buffer()
         step(at).backward()
