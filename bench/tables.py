@@ -173,14 +173,17 @@ def overlap(rows: Rows) -> tuple[list[str], Lines]:
 
 
 def host(rows: Rows) -> tuple[list[str], Lines]:
-    """Host time for each occurrence: of the replay alone, and of the whole step around it."""
+    """Host time for each occurrence: of the replay alone, of a bare graph's (copy of the input,
+    launch), and of the whole step around it."""
     metric, lines = "host_us_per_occurrence", []
     for case in rows.cases():
         replay, step = (rows.value(case, impl, metric) for impl in ("ours:replay", "ours:step"))
         if replay is not None and step is not None:
             goal = judged(replay, 2, most=True)
-            lines.append([case.removeprefix("occurrences:"), goal, f"{step:.2f}"])
-    return ["occurrences a step", "us each, replay", "us each, whole step"], lines
+            bare = rows.value(case, "bare:replay", metric)
+            floor = "" if bare is None else f"{bare:.2f}"
+            lines.append([case.removeprefix("occurrences:"), goal, floor, f"{step:.2f}"])
+    return ["occurrences a step", "us each, replay", "bare graph", "us each, whole step"], lines
 
 
 def memory(rows: Rows) -> tuple[list[str], Lines]:

@@ -8,7 +8,8 @@ In: a scheduled backward. Out: no dense gradient. Matched, with one index tensor
         becomes   [where(mask, v, 0) ->] view [N, C] -> scatter_accumulate(main, v, view(i))
 
 The dense gradient of a vocabulary costs one write and two reads of its size, whatever the number of
-tokens. It is fused where there are no more rows to scatter than rows to scatter into.
+tokens. It is fused where there are no more rows to scatter than rows to scatter into, and so few
+that comparing each with each takes less than the dense tensor would.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gtpgraph.passes.grad_ready import ACCUMULATE, SCATTER_ACCUMULATE
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+MAX_ROWS = 1 << 16
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,7 +67,7 @@ def match_scatter(accumulate: fx.Node) -> Scatter | None:
         and value.dtype in _FLOATS
         and index.dtype in (torch.int64, torch.int32)
         and (mask is None or mask.meta["val"].dtype == torch.bool)
-        and math.prod(map(compat.size_hint, index.shape)) <= dense.shape[0]
+        and math.prod(map(compat.size_hint, index.shape)) <= min(dense.shape[0], MAX_ROWS)
     )
     return Scatter(values, indices, mask, math.prod(dense.shape[1:])) if fits else None
 

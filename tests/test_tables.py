@@ -113,8 +113,12 @@ def test_overlap_host_memory_and_compile() -> None:
         "host",
         row("occurrences:10", "ours:replay", 2.5, metric=metric),
         row("occurrences:10", "ours:step", 5.0, metric=metric),
+        row("occurrences:100", "ours:replay", 0.5, metric=metric),
+        row("occurrences:100", "ours:step", 0.9, metric=metric),
+        row("occurrences:100", "bare:replay", 0.25, metric=metric),
     )
-    assert lines == [["10", "2.50 (<= 2, missed)", "5.00"]]
+    assert lines[0] == ["10", "2.50 (<= 2, missed)", "", "5.00"]
+    assert lines[1] == ["100", "0.50 (<= 2)", "0.25", "0.90"]
     lines = made(
         "memory",
         row("m", "ours:eager", 100.0 * (1 << 20), metric="peak_bytes"),

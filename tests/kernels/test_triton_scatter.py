@@ -65,7 +65,7 @@ def test_dtypes_and_factors(
 def test_runs_of_equal_indices(
     device: torch.device, within_budget: Check, kind: str, index: torch.dtype
 ) -> None:
-    num, columns = 90, 300
+    num, columns = 300, 150
     values = torch.randn(num, columns, device=device).bfloat16()
     indices = some_indices(kind, num, device)
     beta = torch.zeros(1, device=device)

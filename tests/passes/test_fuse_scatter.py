@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import gtpgraph as gg
 from gtpgraph.by_path import module_at
-from gtpgraph.passes import fuse
+from gtpgraph.passes import fuse, fuse_scatter
 from gtpgraph.passes.fuse import find_writes
 from gtpgraph.passes.grad_ready import ACCUMULATE, SCATTER_ACCUMULATE
 from gtpgraph.passes.pipeline import fuse_backward, rewrite_backward
@@ -121,6 +121,14 @@ def near_miss(name: str, b: Any) -> tuple[fx.Node, ...]:
     if name == "something between":
         return (b.call(t.MUL, node, 2.0),)
     return (node,)
+
+
+def test_too_many_rows_to_compare_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_scatter, "MAX_ROWS", 6)
+    for count, target in ((6, SCATTER_ACCUMULATE), (7, ACCUMULATE)):
+        b = t.Backward()
+        b.returns({0: scattered(b, "plain", inputs(b, count))})
+        assert fused(b, "w") == [target]
 
 
 @pytest.mark.parametrize(
