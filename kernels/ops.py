@@ -24,17 +24,9 @@ from gtpgraph.kernels.ops_scatter import scatter_accumulate
 from gtpgraph.kernels.ops_symmetric import symm_all_gather, symm_reduce_scatter
 
 __all__ = [
-    "accumulate",
-    "accumulate_many",
-    "accumulate_stats",
-    "pack",
-    "scatter_accumulate",
-    "shard_reduce",
-    "symm_all_gather",
-    "symm_reduce_scatter",
-    "unpack",
-    "wgrad_gemm",
-]
+    "accumulate", "accumulate_many", "accumulate_stats", "pack", "scatter_accumulate",
+    "shard_reduce", "symm_all_gather", "symm_reduce_scatter", "unpack", "wgrad_gemm",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 

@@ -1,18 +1,20 @@
 """scatter_accumulate: rows added into main_grad where indices say, without a dense gradient.
 
-``main[indices[n]] += scale * values[n]``, equal indices summed first, in fp32. No atomics, so that
-two runs agree bit for bit, and no sort (torch's takes 0.3 ms for 8192 rows): rows of equal index
-find each other, and the first one sums them. A first contribution scales or clears main before
-(``prepare``, which returns at once where its factor is 1)::
+``main[indices[n]] += scale * values[n]``, equal indices summed first, in fp32 and one order. No
+atomics, so that two runs agree bit for bit, and no sort (torch's takes 0.3 ms for 8192 rows): rows
+of equal index find each other, and the first one sums them. A first contribution scales or clears
+main before (``prepare``, which returns at once where its factor is 1)::
 
-    roles    N x N comparisons: is row n the first of its index, and are there more of it?
-    scatter  the first ones add their row, or walk the rest of the indices for more
+    links    N x N comparisons: how many rows of this index follow row n, and which is the next?
+             (-1 of them where another one precedes it)
+    scatter  the first ones add their row and those that follow: a few from link to link, many by a
+             walk through the indices, a chunk at a time
 
 Bytes that must move: values read once, the rows that are hit read and written once; all of main
-written once where it is cleared. The comparisons are about 10 us for 8192 rows and grow with N^2.
+written once where it is cleared. For few rows: comparisons grow with N^2.
 
-Legend: N rows of C columns, main [ROWS, C]; role [N]: 0 not the first, 1 alone, 2 the first of
-several; a program of ``scatter`` has BC columns of one row.
+Legend: N rows of C columns, main [ROWS, C]; count, link [N]; a program of ``scatter`` has BC
+columns of one row.
 """
 
 # Triton's language has no types:
@@ -26,9 +28,9 @@ from gtpgraph.kernels.common import cdiv, on_device, update
 from gtpgraph.kernels.wgrad_gemm import PREPARE_BLOCK, PREPARE_PROGRAMS, PREPARE_WARPS
 from gtpgraph.kernels.wgrad_gemm import prepare_kernel as prepare
 
-ROLE_ROWS, ROLE_OTHERS = 16, 256
+LINK_ROWS, LINK_OTHERS = 16, 256
 BLOCK_N, BLOCK_C, NUM_WARPS = 64, 128, 4
-ALONE, SEVERAL = tl.constexpr(1), tl.constexpr(2)
+FEW = tl.constexpr(8)  # a link costs the latency of two dependent loads, a chunk that of more
 
 
 @triton.jit
@@ -39,22 +41,25 @@ def wrapped(index, m, ROWS):
 
 
 @triton.jit
-def roles_kernel(p_indices, p_role, N, ROWS, BN: tl.constexpr, BM: tl.constexpr):
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN] whose roles
+def links_kernel(p_indices, p_count, p_link, N, ROWS, BN: tl.constexpr, BM: tl.constexpr):
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)  # [BN] whose links
     m_n = o_n < N
     mine = wrapped(tl.load(p_indices + o_n, mask=m_n, other=0).to(tl.int64), m_n, ROWS)
     earlier = tl.zeros([BN, BM], tl.int32)
-    later = tl.zeros([BN, BM], tl.int32)
+    count = tl.zeros([BN, BM], tl.int32)
+    link = tl.full([BN, BM], 2147483647, tl.int32)
     for start in range(0, N, BM):
         o_m = start + tl.arange(0, BM)
         m_m = o_m < N
         other = wrapped(tl.load(p_indices + o_m, mask=m_m, other=0).to(tl.int64), m_m, ROWS)
         same = mine[:, None] == other[None, :]
+        follows = same & (o_m[None, :] > o_n[:, None])
         earlier |= (same & (o_m[None, :] < o_n[:, None])).to(tl.int32)
-        later |= (same & (o_m[None, :] > o_n[:, None])).to(tl.int32)
+        count += follows.to(tl.int32)
+        link = tl.minimum(link, tl.where(follows, o_m[None, :], 2147483647))
     is_first = (tl.max(earlier, axis=1) == 0) & (mine >= 0)
-    role = tl.where(is_first, ALONE + tl.max(later, axis=1), 0)
-    tl.store(p_role + o_n, role.to(tl.int8), mask=m_n)
+    tl.store(p_count + o_n, tl.where(is_first, tl.sum(count, axis=1), -1), mask=m_n)
+    tl.store(p_link + o_n, tl.min(link, axis=1), mask=m_n)
 
 
 @triton.jit
@@ -62,7 +67,8 @@ def scatter_kernel(
     p_flat,
     p_values,
     p_indices,
-    p_role,
+    p_count,
+    p_link,
     offset,
     scale,
     N,
@@ -72,14 +78,19 @@ def scatter_kernel(
     BC: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
-    role = tl.load(p_role + i)
-    if role > 0:
+    count = tl.load(p_count + i)
+    if count >= 0:
         row = tl.load(p_indices + i).to(tl.int64)
         row = tl.where(row < 0, row + ROWS, row)
         o_c = tl.program_id(1) * BC + tl.arange(0, BC)  # [BC]
         m_c = o_c < C
         acc = tl.load(p_values + i * C + o_c, mask=m_c, other=0.0).to(tl.float32)
-        if role == SEVERAL:
+        if count <= FEW:
+            n = i
+            for _ in range(count):
+                n = tl.load(p_link + n).to(tl.int64)
+                acc += tl.load(p_values + n * C + o_c, mask=m_c, other=0.0).to(tl.float32)
+        else:
             for start in range(i + 1, N, BN):
                 o_n = start + tl.arange(0, BN)  # [BN]
                 m_n = o_n < N
@@ -115,12 +126,12 @@ def scatter_accumulate(
                 BLOCK=PREPARE_BLOCK, PROGRAMS=programs, num_warps=PREPARE_WARPS,
             )  # fmt: skip
         if num and columns:
-            role = torch.empty(num, dtype=torch.int8, device=flat.device)
-            roles_kernel[(cdiv(num, ROLE_ROWS),)](
-                indices, role, num, rows, BN=ROLE_ROWS, BM=ROLE_OTHERS, num_warps=NUM_WARPS
+            count, link = torch.empty(2, num, dtype=torch.int32, device=flat.device)
+            links_kernel[(cdiv(num, LINK_ROWS),)](
+                indices, count, link, num, rows, BN=LINK_ROWS, BM=LINK_OTHERS, num_warps=NUM_WARPS
             )
             scatter_kernel[(num, cdiv(columns, BLOCK_C))](
-                flat, values, indices, role, offset, scale, num, columns, rows,
+                flat, values, indices, count, link, offset, scale, num, columns, rows,
                 BN=BLOCK_N, BC=BLOCK_C, num_warps=NUM_WARPS,
             )  # fmt: skip
     return torch.empty(1, dtype=torch.uint8, device=flat.device)

@@ -7,9 +7,10 @@ In: a scheduled backward. Out: no dense gradient. Matched, with one index tensor
 
         becomes   [where(mask, v, 0) ->] view [N, C] -> scatter_accumulate(main, v, view(i))
 
-The dense gradient of a vocabulary costs one write and two reads of its size, whatever the number of
-tokens. It is fused where there are no more rows to scatter than rows to scatter into, and so few
-that comparing each with each takes less than the dense tensor would.
+The dense gradient of a vocabulary costs two writes and two reads of its size, whatever the number
+of tokens. It is fused where few rows are scattered into many, for the kernel compares each with
+each. (Without its links it took 24 us for 512 rows into 50257 x 768 on an H200, where the dense way
+takes some 180, but 358 us for 8192 rows, more than that.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gtpgraph.passes.grad_ready import ACCUMULATE, SCATTER_ACCUMULATE
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
-MAX_ROWS = 1 << 16
+MAX_ROWS, TIMES_AS_MANY = 2048, 8  # scattered rows, and those that they go into, at least
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,9 +68,14 @@ def match_scatter(accumulate: fx.Node) -> Scatter | None:
         and value.dtype in _FLOATS
         and index.dtype in (torch.int64, torch.int32)
         and (mask is None or mask.meta["val"].dtype == torch.bool)
-        and math.prod(map(compat.size_hint, index.shape)) <= min(dense.shape[0], MAX_ROWS)
+        and _are_few(index.shape, dense.shape[0])
     )
     return Scatter(values, indices, mask, math.prod(dense.shape[1:])) if fits else None
+
+
+def _are_few(shape: Sequence[Any], rows: int) -> bool:
+    count = math.prod(map(compat.size_hint, shape))
+    return count <= MAX_ROWS and count * TIMES_AS_MANY <= rows
 
 
 def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:

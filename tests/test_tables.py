@@ -150,7 +150,8 @@ def test_render_replaces_blocks_and_nothing_else(tmp_path: Path) -> None:
     once = tables.render(text, tmp_path)
     assert once.startswith("a\n<!-- table:host -->\n\n**Host.** a GPU, torch 2.11.0, triton 3.6.0;")
     assert (
-        "commit abc, 2026-01-02; medians, n = 30." in once and "| 9 | 1.00 (<= 2) |  | 1.00 |" in once
+        "commit abc, 2026-01-02; medians, n = 30." in once
+        and "| 9 | 1.00 (<= 2) |  | 1.00 |" in once
     )
     assert once.endswith("<!-- /table -->\nb\n<!-- table:steps -->\n<!-- /table -->\n")
     assert tables.render(once, tmp_path) == once

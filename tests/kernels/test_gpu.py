@@ -124,6 +124,20 @@ def test_shard_reduce_above_two_to_the_31_elements() -> None:
         assert torch.equal(flat[numel + 8 :][piece], total)
 
 
+def test_scatter_above_two_to_the_31_elements() -> None:
+    rows, columns, offset = 2**15 + 4, 2**16, 5  # values and main: above 2^31 each
+    values = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_()
+    indices = torch.arange(rows, device="cuda").flip(0)
+    indices[0] = 0  # twice, in the first and in the last of values
+    flat = torch.full((offset + rows * columns,), NAN, device="cuda", dtype=torch.bfloat16)
+    beta = torch.zeros(1, device="cuda")
+    ops.scatter_accumulate(flat, values, indices, beta, 0, offset, 1.0, True, rows)
+    main = flat[offset:].view(rows, columns)
+    assert torch.equal(main[1:-1], values[1:-1].flip(0))
+    assert torch.equal(main[0], (values[0].float() + values[-1].float()).bfloat16())
+    assert not main[-1].any() and flat[:offset].isnan().all()
+
+
 def test_gemm_into_a_buffer_above_two_to_the_31_elements() -> None:
     from gtpgraph.kernels import gemm_table
     from gtpgraph.kernels import wgrad_gemm as kernel

@@ -190,6 +190,17 @@ def test_errors(place: torch.device, name: str, position: int, value: Any, match
         op(*values)
 
 
+def test_all_blockers_of_a_scatter_in_one_message(place: torch.device) -> None:
+    flat, beta = torch.zeros(10, device=place).half(), torch.zeros(2, device=place)
+    values, indices = torch.zeros(4, 3, device=place).double().t(), torch.zeros(5, device=place)
+    with pytest.raises(ValueError) as error:
+        ops.scatter_accumulate(flat, values, indices, beta, 2, 0, 1.0, True, -1)
+    for part in ("flat: expected float32 or", "values: expected bfloat16 or", "pass values.contig",
+                 "indices: expected int64 or int32", "[N] with N = 3", "rows: expected 0 or more",
+                 "index: expected 0 <= index < 2"):  # fmt: skip
+        assert part in str(error.value)
+
+
 @pytest.mark.parametrize("outside", [4, -5])
 def test_an_index_outside_is_an_error_on_the_cpu(outside: int) -> None:
     op, args = cases(torch.device("cpu"))["scatter_accumulate"]

@@ -29,6 +29,7 @@ ROWS, COLUMNS, NUMEL = 10, 6, 64
 @pytest.fixture(autouse=True)
 def _no_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(fuse_scatter, "TIMES_AS_MANY", 1)
 
 
 def zeros(b: Any, *shape: int, value: float = 0.0) -> fx.Node:
@@ -123,12 +124,18 @@ def near_miss(name: str, b: Any) -> tuple[fx.Node, ...]:
     return (node,)
 
 
-def test_too_many_rows_to_compare_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_scatter, "MAX_ROWS", 6)
-    for count, target in ((6, SCATTER_ACCUMULATE), (7, ACCUMULATE)):
-        b = t.Backward()
-        b.returns({0: scattered(b, "plain", inputs(b, count))})
-        assert fused(b, "w") == [target]
+@pytest.mark.parametrize(
+    ("most", "times", "count", "fuses"),
+    [(5, 1, 5, True), (5, 1, 6, False), (100, 2, 5, True), (100, 2, 6, False)],
+)
+def test_few_rows_into_many(
+    monkeypatch: pytest.MonkeyPatch, most: int, times: int, count: int, fuses: bool
+) -> None:
+    monkeypatch.setattr(fuse_scatter, "MAX_ROWS", most)
+    monkeypatch.setattr(fuse_scatter, "TIMES_AS_MANY", times)
+    b = t.Backward()
+    b.returns({0: scattered(b, "plain", inputs(b, count))})
+    assert fused(b, "w") == [SCATTER_ACCUMULATE if fuses else ACCUMULATE]
 
 
 @pytest.mark.parametrize(
