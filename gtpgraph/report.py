@@ -94,8 +94,9 @@ def world_text(world: Mapping[str, int]) -> str:
 
 def _header(plan: HookPlan) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    fused = ", fused" if plan.fused else ""
     return (
-        f"hook plan of {plan.model}: {world_text(plan.world)}, lowering {plan.lowering}, "
+        f"hook plan of {plan.model}: {world_text(plan.world)}, lowering {plan.lowering}{fused}, "
         f"hash {plan.hash}\n{versions}"
     )
 

@@ -210,7 +210,7 @@ class TestBench:
         assert "expected equal gradients in modes eager, compiled" in text and "dropout" in text
 
     @pytest.mark.dist
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_under_torchrun(self, factory: str, ranks: int) -> None:
         job = ["bench", f"{factory}:build", "--modes", "eager", "--steps", "2", "--json"]
         done = torchrun(ranks, *job)

@@ -46,6 +46,7 @@ def assemble_plan(
         ready_counts=counts,
         unused=unused,
         warnings=warnings,
+        extra={"fused": True} if any(r.fused for r in regions) else {},
     )
 
 

@@ -14,11 +14,12 @@ from torch import fx, nn
 
 from gtpgraph import compat
 from gtpgraph.graph.assemble import assemble_plan
-from gtpgraph.graph.builder import CompileOptions, RegionBuilder, weights_of
+from gtpgraph.graph.builder import RegionBuilder, weights_of
 from gtpgraph.graph.capture import cuda_driver
 from gtpgraph.graph.chains import check_patterns
 from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.lower import LOWERINGS
+from gtpgraph.graph.options import CompileOptions
 from gtpgraph.graph.pinning import pin_weights
 from gtpgraph.graph.plan import HookPlan
 from gtpgraph.graph.region import Region

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from gtpgraph import compat
@@ -21,9 +19,10 @@ from gtpgraph.graph.chains import chain_of, check_patterns
 from gtpgraph.graph.checked import Checked, Expected
 from gtpgraph.graph.driver import Driver
 from gtpgraph.graph.occurrences import region_plan
+from gtpgraph.graph.options import CompileOptions
 from gtpgraph.graph.plan import GRAPHED
 from gtpgraph.graph.region import Region, RegionSite, declare_calls
-from gtpgraph.graph.replay import RegionReplay, ReplayOptions
+from gtpgraph.graph.replay import RegionReplay
 from gtpgraph.graph.sites import (
     GraphWeight,
     Use,
@@ -36,7 +35,7 @@ from gtpgraph.graph.sites import (
 )
 from gtpgraph.graph.verify import verify
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
-from gtpgraph.parallel.staging import COLLECTIVES, Staging
+from gtpgraph.parallel.staging import Staging
 from gtpgraph.parallel.weights import WeightState, state_of
 from gtpgraph.passes.edit import one_recompile
 from gtpgraph.passes.grad_ready import BucketInputs, Inserted, Place
@@ -49,59 +48,6 @@ from gtpgraph.passes.pipeline import (
 )
 from gtpgraph.passes.regather import regather_pass
 from gtpgraph.passes.snapshot import Snapshot
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """How a model is compiled; see :func:`gtpgraph.compile`."""
-
-    lowering: str = "inductor"
-    ungraphed: tuple[str, ...] = ()
-    reshard_after_forward: bool = True
-    reduces_in_flight: int = 1
-    replay: str | None = None
-    dispatch: str = "event"
-    max_captures: int = 8
-    max_in_flight: int = 4
-    wgrads_in_flight: int = 2
-    coalesce: bool = False
-    fuse: bool | None = None
-    collectives: str = "functional"
-
-    @property
-    def replay_options(self) -> ReplayOptions:
-        return ReplayOptions(
-            self.dispatch, self.max_captures, self.max_in_flight, self.wgrads_in_flight
-        )
-
-    def check(self) -> None:
-        """Raise one ValueError that lists every option out of range."""
-        bad = []
-        if self.lowering not in ("eager", "inductor"):
-            bad.append(f"lowering: expected 'eager' or 'inductor', got {self.lowering!r}")
-        if isinstance(self.ungraphed, str):
-            bad.append(f"ungraphed: expected a list of patterns, got {self.ungraphed!r}")
-        if self.replay not in (None, "cuda"):
-            bad.append(f"replay: expected None or 'cuda', got {self.replay!r}")
-        if self.reduces_in_flight < 0:
-            bad.append(f"reduces_in_flight: expected 0 or more, got {self.reduces_in_flight}")
-        if self.collectives not in COLLECTIVES:
-            bad.append(f"collectives: expected one of {COLLECTIVES}, got {self.collectives!r}")
-        if bad:
-            raise ValueError("gtpgraph.compile: " + "; ".join(bad) + ".")
-        self.replay_options.check("gtpgraph.compile")
-
-    def fuses(self, device: torch.device) -> bool:
-        """Whether accumulates are fused: by default where that saves launches, and not in the
-        lowering whose point is to have the eager bits."""
-        if self.fuse is None:
-            return device.type == "cuda" and self.lowering == "inductor"
-        return self.fuse
-
-    @property
-    def identity(self) -> str:
-        """What the passes do to a joint graph, for compile caches."""
-        return f"gtpgraph-joint-1:reshard={self.reshard_after_forward}"
 
 
 def weights_of(gm: fx.GraphModule) -> dict[int, WeightState]:
@@ -258,7 +204,8 @@ class RegionBuilder:
         name = wrapper.name_region(compat.frame_ids())
         plan = region_plan(name, gm.graph, inserted, wrapper.states)
         self._verify(gm, inserted, snapshot, plan.occurrences, name)
-        if self.options.fuses(wrapper.buckets[0].flat.device):
+        fused = self.options.fuses(wrapper.buckets[0].flat.device)
+        if fused:
             fuse_backward(gm, fake_mode, name)
             plan = region_plan(name, gm.graph, inserted, wrapper.states)
         if self.holds_operands:
@@ -274,6 +221,7 @@ class RegionBuilder:
             wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
             self._real_staging(inserted.staging), self.owner, self.options.lowering,
             lasts=self.holds_operands or self.options.lowering == "eager",  # FX keeps what is read
+            fused=fused,
         )  # fmt: skip
         if self.driver is not None:
             region.replay = RegionReplay(

@@ -86,7 +86,8 @@ class CudaDriver:
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if lasting else self._shared
         rng = torch.cuda.get_rng_state(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
         try:
             with torch.cuda.graph(
                 graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
@@ -94,9 +95,10 @@ class CudaDriver:
                 result = work()
                 self.join()
         except BaseException:
+            torch.cuda.set_stream(outside)  # torch leaves the capture's where ending it raises
             self._recover(rng, pool)
             raise
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        outside.wait_stream(self._stream)
         self._is_shared = self._is_shared or not lasting
         return graph, result
 

@@ -114,11 +114,18 @@ class HookPlan:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def fused(self) -> bool:
+        """Whether accumulates were fused in a region: reports of joined weights then follow the
+        joint accumulate."""
+        return bool(self.extra.get("fused", False))
+
+    @property
     def hash(self) -> str:
         """Digest of everything but versions, model name, lowering, node names, source lines and
-        calls: a plan keeps its digest when its first step shows one call of each region."""
+        calls: a plan keeps its digest when its first step shows one call of each region. Fusing
+        counts by the order that it makes alone."""
         body = _encode(self)
-        for key in ("versions", "model", "lowering", "schema", "hash", "warnings"):
+        for key in ("versions", "model", "lowering", "schema", "hash", "warnings", "fused"):
             body.pop(key, None)
         for region in body["regions"]:
             region.pop("calls")  # null until a step has run; ready_counts holds what it changes

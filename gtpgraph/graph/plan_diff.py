@@ -16,7 +16,13 @@ def diff(a: HookPlan, b: HookPlan) -> list[str]:
     if a.hash == b.hash:
         return []
     lines = [f"world: {dict(a.world)} -> {dict(b.world)}"] if a.world != b.world else []
-    lines += _counts(a, b) + _buckets(a, b) + _order(a, b)
+    order = _order(a, b)
+    if order and a.fused != b.fused:
+        lines.append(
+            f"fused: {a.fused} -> {b.fused}: joined weights report behind their joint accumulate, "
+            "in another order than one by one"
+        )
+    lines += _counts(a, b) + _buckets(a, b) + order
     return lines or [f"details: hash {a.hash} -> {b.hash}"]
 
 

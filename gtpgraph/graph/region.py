@@ -53,8 +53,8 @@ class Region:
     `sites` are GRAPHED, by site number; `leaving` are the UNGRAPHED contributions, in the order of
     the graph's extra outputs; `buckets` is the order of the flat (then beta) placeholders;
     `staging` are the buffers of the placeholders behind those; `removed` are output positions that
-    the graph no longer has; `lasts` says whether operands of accumulates last long enough to run
-    those beside the main line of a captured graph.
+    the graph no longer has; `fused` says whether accumulates were fused, `lasts` whether their
+    operands last long enough to run them beside the main line of a captured graph.
     """
 
     wrapper: DistributedDataParallel
@@ -70,6 +70,7 @@ class Region:
     texts: dict[str, str] = field(default_factory=dict)
     replay: RegionReplay | None = None
     lasts: bool = False
+    fused: bool = False
 
     @property
     def name(self) -> str:

@@ -216,6 +216,7 @@ def check_readiness(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_readiness_on_four_gloo_ranks(tmp_path: Path) -> None:
     rows = dry_run(tmp_path, 4, "readiness:mtp-tiny:gtp2xdp2:eager", 200)
     check_readiness(rows)

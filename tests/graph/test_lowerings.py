@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 import gtpgraph as gg
 from gtpgraph.by_path import module_at
 from gtpgraph.graph import lower
-from gtpgraph.graph.builder import CompileOptions
+from gtpgraph.graph.options import CompileOptions
 from gtpgraph.passes.grad_ready import ACCUMULATE, GRAD_READY
 from gtpgraph.testing import max_error
 
@@ -360,4 +360,5 @@ def test_inductor_is_told_of_our_operators(caplog: pytest.LogCaptureFixture) -> 
     found = [r.getMessage() for r in caplog.records if "implicit fallback" in r.getMessage()]
     assert not any("gtpgraph" in message for message in found)
     assert any(getattr(op, "namespace", None) == "gtpgraph" for op in lowerings)
+    assert compiled.plan.fused
     model.close()

@@ -211,12 +211,21 @@ class TestDigest:
             plan(model="Other"),
             plan(lowering="inductor"),
             plan(warnings=()),
+            plan(extra={"fused": True}),
             with_occurrence(0, node="renamed"),
             with_occurrence(0, source="elsewhere.py:1"),
         ],
     )
     def test_ignores_names_and_versions(self, other: HookPlan) -> None:
         assert other.hash == plan().hash and plan().diff(other) == []
+
+    def test_another_order_of_a_fused_plan_is_explained(self) -> None:
+        other = replace(plan(regions=plan().regions[::-1]), extra={"fused": True})
+        lines = plan().diff(other)
+        assert lines[0].startswith("fused: False -> True: joined weights report behind")
+        assert lines[1:] == plan().diff(replace(other, extra={}))
+        assert HookPlan.from_json(other.to_json()).fused and not plan().fused
+        assert ", lowering eager, fused, hash" in str(other)
 
     @pytest.mark.parametrize(
         "other",
