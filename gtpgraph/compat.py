@@ -136,12 +136,6 @@ def tag_recompute(node: fx.Node) -> None:
     node.meta.setdefault("ac_graph_id", 0)
 
 
-def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or what a symbolic one was when it was traced (0 where that is not known), without a
-    guard."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
-
-
 def num_saved(output: fx.Node) -> int:
     """How many of a partitioned forward's last outputs are saved for the backward.
 

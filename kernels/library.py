@@ -21,7 +21,8 @@ Impl = Callable[..., Any]
 def define(schema: str, *, cpu: Impl, cuda: Impl, fake: Impl, beside: bool = False) -> None:
     """Define ``gtpgraph::<schema>``; ``cuda`` imports its kernel module when it is first called.
 
-    `beside`: nothing but its token comes out, so that a capture may launch it on a branch.
+    `beside`: what it writes nothing else in a backward reads, so that a capture may launch it on a
+    branch.
     """
     name = schema.partition("(")[0]
     if beside:

@@ -285,7 +285,6 @@ define(
     cpu=_accumulate_stats_cpu,
     cuda=_accumulate_stats_cuda,
     fake=_fake,
-    beside=True,
 )
 define(
     "shard_reduce(Tensor(a!) flat, Tensor recv, Tensor beta, int index, int offset, float scale, "

@@ -10,27 +10,27 @@ In: a scheduled backward. Out: no dense gradient. Matched, with one index tensor
 The dense gradient of a vocabulary costs two writes and two reads of its size, whatever the number
 of tokens. It is fused where few rows are scattered into many, for the kernel compares each with
 each. (Without its links it took 24 us for 512 rows into 50257 x 768 on an H200, where the dense way
-takes some 180, but 358 us for 8192 rows, more than that.)
+takes some 180, but 358 us for 8192 rows, more than that.) Small tables and symbolic sizes stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from gtpgraph import compat
 from gtpgraph.passes.edit import PassResult, call, finish
 from gtpgraph.passes.grad_ready import ACCUMULATE, SCATTER_ACCUMULATE
 
 _aten = torch.ops.aten
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 MAX_ROWS, TIMES_AS_MANY = 2048, 8  # scattered rows, and those that they go into, at least
+# Smaller ones are left to accumulate_many: what is joined there, and so the order of reports, must
+# not depend on how many rows this rank scatters. For the same reason symbolic sizes are left alone.
+LEAST_NUMEL = 1 << 16
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,27 +61,26 @@ def match_scatter(accumulate: fx.Node) -> Scatter | None:
         return None
     zeros, mask, indices, values = found
     index, value, dense = (n.meta["val"] for n in (indices, values, zeros))
-    if not _is_zero(zeros) or not all(isinstance(size, int) for size in dense.shape):
+    sizes = (*index.shape, *dense.shape)
+    if not _is_zero(zeros) or not all(isinstance(size, int) for size in sizes):
         return None
+    others = [n.meta["val"] for n in (indices, mask, zeros) if n is not None]
     fits = (
-        _same(value.shape, (*index.shape, *dense.shape[1:]))
+        tuple(value.shape) == (*index.shape, *dense.shape[1:])
         and value.dtype in _FLOATS
         and index.dtype in (torch.int64, torch.int32)
         and (mask is None or mask.meta["val"].dtype == torch.bool)
-        and _are_few(index.shape, dense.shape[0])
+        and value.is_contiguous()
+        and index.is_contiguous()
+        and all(other.device == value.device for other in others)
+        and _pays(index.numel(), dense)
     )
     return Scatter(values, indices, mask, math.prod(dense.shape[1:])) if fits else None
 
 
-def _are_few(shape: Sequence[Any], rows: int) -> bool:
-    count = math.prod(map(compat.size_hint, shape))
-    return count <= MAX_ROWS and count * TIMES_AS_MANY <= rows
-
-
-def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Equal without a guard: symbolic sizes may occur in both."""
-    pairs = zip(shape, other, strict=False)
-    return len(shape) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
+def _pays(count: int, dense: torch.Tensor) -> bool:
+    few = count <= MAX_ROWS and count * TIMES_AS_MANY <= dense.shape[0]
+    return few and dense.numel() > LEAST_NUMEL
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node, fx.Node] | None:

@@ -140,7 +140,7 @@ def compile(
             run uncaptured. Each keeps its activations in memory of its own.
         wgrads_in_flight: of a captured graph: how many accumulates (and the wgrad GEMMs fused with
             them) may run beside the chain of activation gradients before that waits for the oldest;
-            they keep their operands so long, captured or not. 0: all in the chain.
+            Inductor keeps their operands up to twice as long, captured or not. 0: all in the chain.
         fullgraph: refuse graph breaks.
         dynamic: as in torch.compile.
         driver: the graph runtime for replay; None for CUDA.

@@ -220,7 +220,7 @@ class RegionBuilder:
         region = Region(
             wrapper, plan, calls, sites[0], sites[1], inserted.buckets, inserted.removed,
             self._real_staging(inserted.staging), self.owner, self.options.lowering,
-            lasts=self.holds_operands or self.options.lowering == "eager",  # FX keeps what is read
+            lasts=self.options.wgrads_in_flight > 0,  # FX keeps what is read, Inductor holds it
             fused=fused,
         )  # fmt: skip
         if self.driver is not None:

@@ -264,7 +264,8 @@ def capture(
         max_captures: input shapes that are captured; others run as they are, which is said once.
         wgrads_in_flight: how many accumulates (and the wgrad GEMMs fused with them) may run beside
             the main line of the graph before it waits for the oldest; each keeps its operands so
-            long. 0: all in the main line. A model compiled with `wgrads_in_flight=0` keeps to that.
+            long. 0: all in the main line, as for a model compiled with `wgrads_in_flight=0`, and as
+            an autograd function needs it that writes over gradients in its backward.
         driver: the graph runtime; None for CUDA.
 
     Raises:

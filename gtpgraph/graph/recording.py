@@ -78,7 +78,8 @@ class Recording:
 
     def _complete(self, bucket: Bucket) -> None:
         if bucket.number in self.in_graph and len(self._seen[bucket.number]) == len(bucket.members):
-            with self.driver.fork():
+            # what a reduction accumulates belongs to it: on the branch, all behind would wait
+            with self.driver.fork(), beside(None):
                 bucket.reduction.start(bucket.flat)
                 bucket.reduction.finish(bucket.flat)
             self.reduced.add(bucket.number)

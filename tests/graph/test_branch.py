@@ -122,9 +122,10 @@ def test_no_branch_where_exchanges_write_main_grads_in_the_main_line(
     model.close()
 
 
-def test_regions_compiled_without_holds_stay_in_the_main_line() -> None:
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_regions_compiled_without_a_branch_stay_in_the_main_line(lowering: str) -> None:
     model = t.wrapped(t.Net())
-    body = gg.compile(model, lowering="inductor", wgrads_in_flight=0)
+    body = gg.compile(model, lowering=lowering, wgrads_in_flight=0)
     driver = t.HostDriver(model)
 
     def step(x: Tensor) -> Tensor:
@@ -169,6 +170,47 @@ def test_blocks_nest_and_an_exception_leaves_them() -> None:
         torch.ops.gtpgraph.hold(flat, [flat], 2, torch.zeros(1, dtype=torch.uint8))
     accumulate()
     assert calls == ["a", "a 2"] and flat.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("kind", t.KINDS)
+def test_what_a_captured_reduction_accumulates_stays_with_it(kind: str) -> None:
+    """On the branch, every later accumulate would wait for the network."""
+    model = t.wrapped(t.Net())
+    one = torch.ones(1)
+
+    class Adds:
+        def start(self, flat: Tensor) -> None:
+            torch.ops.gtpgraph.accumulate(flat, torch.zeros_like(flat), one, 0, 0, 1.0, False)
+
+        def finish(self, flat: Tensor) -> None:
+            self.start(flat)
+
+    for bucket in model.buckets:
+        bucket.reduction = Adds()
+    r = t.Replayed(kind, model, dispatch="in_graph")
+    for seed in range(3):
+        r.train(t.batch(seed))
+    assert r.driver.branched == 7 and r.driver.forks > 0
+    model.close()
+
+
+def test_inductors_code_gives_no_memory_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that it makes of operands are in no hold: the allocator must see them."""
+    from torch._inductor import compile_fx, config
+
+    seen = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(*args: Any, **kw: Any) -> Any:
+        seen.append((bool(kw.get("is_backward")), config.allow_buffer_reuse))
+        return inner(*args, **kw)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    for limit in (0, 2):
+        model = t.wrapped(t.Net())
+        gg.compile(model, lowering="inductor", wgrads_in_flight=limit)(t.batch()).backward()
+        model.close()
+    assert [reuse for backward, reuse in seen if backward] == [True, False]
 
 
 @pytest.mark.parametrize("function", ["compile", "capture"])
