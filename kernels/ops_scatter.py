@@ -30,8 +30,9 @@ def scatter_accumulate(
     Args:
         flat: the bucket's buffer; ``main`` is ``flat[offset : offset + rows * C]`` seen as
             [rows, C].
-        values: [N, C] contiguous, bf16, fp16 or fp32.
-        indices: int64 or int32 [N], contiguous; -rows <= indices < rows, negative ones count from
+        values: [N, C], bf16, fp16 or fp32. Strided ones are copied: a compiler chooses strides
+            late, and the rows are few.
+        indices: int64 or int32 [N]; -rows <= indices < rows, negative ones count from
             the end. On CUDA a row whose index lies outside is left out: to check would need the
             host, and the forward's lookup with the same indices has checked.
         beta, index, offset, scale, first, after: as for ``accumulate``.
@@ -47,20 +48,20 @@ def scatter_accumulate(
 
 def _operand_problems(flat: Tensor, values: Tensor, indices: Tensor, rows: int) -> list[str]:
     problems = checks.wgrad_problems(flat, values, "values")
-    if values.dim() != 2 or not values.is_contiguous():
+    if values.dim() != 2:
         problems.append(
-            f"values: expected contiguous [N, C], got shape {tuple(values.shape)} with strides "
-            f"{values.stride()}; flatten the leading dimensions, or pass values.contiguous()"
+            f"values: expected [N, C], got shape {tuple(values.shape)}; flatten the leading "
+            "dimensions"
         )
     if indices.dtype not in INDEX_DTYPES or indices.device != flat.device:
         problems.append(
             f"indices: expected {checks.names(INDEX_DTYPES)} on {flat.device}, got "
             f"{checks.names((indices.dtype,))} on {indices.device}"
         )
-    if tuple(indices.shape) != tuple(values.shape[:1]) or not indices.is_contiguous():
+    if tuple(indices.shape) != tuple(values.shape[:1]):
         problems.append(
-            f"indices: expected contiguous [N] with N = {values.shape[0] if values.dim() else '?'}"
-            f", got shape {tuple(indices.shape)} with strides {indices.stride()}"
+            f"indices: expected [N] with N = {values.shape[0] if values.dim() else '?'}, got shape "
+            f"{tuple(indices.shape)}"
         )
     if rows < 0:
         problems.append(f"rows: expected 0 or more, got {rows}")
@@ -115,6 +116,7 @@ def _scatter_accumulate_cuda(
     from gtpgraph.kernels import scatter as kernel
 
     _check(flat, values, indices, beta, index, offset, rows)
+    values, indices = values.contiguous(), indices.contiguous()
     return kernel.scatter_accumulate(flat, values, indices, beta, index, offset, scale, first, rows)
 
 
