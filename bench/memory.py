@@ -123,5 +123,5 @@ def gradient_kernels(run: harness.Run) -> list[dict]:  # type: ignore[type-arg]
 # What reads or writes gradients of weights: ours, cuBLAS adding in place, and an embedding's own.
 OUR_KERNELS = (
     "accumulate", "many_kernel", "wgrad_gemm", "shard_reduce", "prepare_kernel", "scatter_kernel",
-    "Sort", "badd", "embedding_dense_backward",
+    "links_kernel", "badd", "embedding_dense_backward",
 )  # fmt: skip

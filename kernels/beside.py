@@ -8,9 +8,9 @@ are not captured, an operator runs where it is called.
 
 What a branched operator reads must not be overwritten before it has run. The branch holds a
 reference to it for so long, which is all that FX needs, and eager code that does not write over
-gradients in its own backward. A compiler that plans memory
-itself sees the graph alone: there ``gtpgraph::hold`` uses the operands at the point from which on
-they may be overwritten, and makes the main line wait there (``hold_operands_pass``).
+gradients in its own backward. A compiler that plans memory itself sees the graph alone: there
+``gtpgraph::hold`` uses the operands at the point from which on they may be overwritten, and makes
+the main line wait there (``hold_operands_pass``).
 """
 
 import threading
