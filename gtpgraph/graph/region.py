@@ -21,6 +21,7 @@ from gtpgraph import compat
 from gtpgraph.graph.chains import group_occurrences
 from gtpgraph.graph.plan import RegionPlan
 from gtpgraph.graph.replay import RegionReplay
+from gtpgraph.graph.stack_room import with_room
 from gtpgraph.kernels.readiness import recording
 from gtpgraph.parallel.data_parallel import DistributedDataParallel
 from gtpgraph.parallel.ready import RegionCalls
@@ -133,7 +134,7 @@ class Region:
         run = _Run(self)
         branching = nullcontext() if record is None else record.region(lasts=self.lasts)
         with recording(run), branching:
-            outputs = list(compat.call_boxed(compiled, args))
+            outputs = list(with_room(compat.call_boxed, compiled, args))
         run.check()
         return outputs
 
